@@ -244,9 +244,9 @@ int hstep_begin_replacement(hstep_replacement *replacement, const char *path, co
         free(parent);
         /* The file begins with no right that the old one does not have, but for its owner. Then it gets the mode of the
          * old one. A file system that refuses that has one mode for all files. */
-        code = temporary ? hstep_create_file(&file, temporary, path,
-                                             exists ? (status.st_mode & 0777) | S_IWUSR : 0666, error)
-                         : hstep_fail_memory(error);
+        code = temporary
+                   ? hstep_create_file(&file, temporary, path, exists ? (status.st_mode & 0777) | S_IWUSR : 0666, error)
+                   : hstep_fail_memory(error);
         if (!code && exists) (void)fchmod(file->fd, status.st_mode & 07777);
     }
     if (!code) {

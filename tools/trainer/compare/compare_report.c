@@ -127,7 +127,7 @@ int compare_describe(struct compare *compare)
 
 /* ---- Files ------------------------------------------------------------------------------------------------------- */
 
-/* Creates one folder, unless it is there. Returns 0, or -1 with errno. A mount may refuse to make a folder that is there
+/* Creates a folder, unless it is there. Returns 0, or -1 with errno. A mount may refuse to make a folder that is there
  * by other errors than EEXIST. */
 static int make_one(const char *path)
 {
@@ -154,7 +154,8 @@ int compare_make_folder(const char *path, char *error, size_t error_bytes)
         if (!bad) *end = kept;
     }
     if (!bad) bad = access(part, W_OK | X_OK) != 0;
-    if (bad) snprintf(error, error_bytes, "cannot write in the folder %s: %s", path, paths_reason(part, why, sizeof why));
+    if (bad)
+        snprintf(error, error_bytes, "cannot write in the folder %s: %s", path, paths_reason(part, why, sizeof why));
     return bad ? -1 : 0;
 }
 

@@ -60,8 +60,7 @@ static int make_directory(struct run_lock *lock, const char *directory, char *er
     /* A read-only or automatic mount may refuse to make a directory that is there by other errors than EEXIST. */
     if (stat(directory, &status) == 0 && S_ISDIR(status.st_mode)) return 0;
     errno = number;
-    snprintf(error, error_bytes, "cannot create directory %s: %s", directory,
-             paths_reason(directory, why, sizeof why));
+    snprintf(error, error_bytes, "cannot create directory %s: %s", directory, paths_reason(directory, why, sizeof why));
     return -1;
 }
 
