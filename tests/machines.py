@@ -169,7 +169,7 @@ class Setting:
         (tree / "build/venv/halfstep.installed").unlink()
         run("chown", "-R", f"{NOBODY}:{NOBODY}", str(place))
         python = (self.build / "venv/bin/python").resolve().parents[1]
-        closed = [place for place in python.parents if not place.stat().st_mode & stat.S_IXOTH]
+        closed = [above for above in python.parents if not above.stat().st_mode & stat.S_IXOTH]
         inside = [str(python), str(closed[-1]) if closed else ""]
         self.before = ["unshare", "-m", "bash", "-c", AS_USER, "_", str(tree), *inside]
         self.environment.update(TMPDIR=str(scratch), BUILD=str(tree / "build"))
