@@ -127,8 +127,8 @@ int compare_describe(struct compare *compare)
 
 /* ---- Files ------------------------------------------------------------------------------------------------------- */
 
-/* Creates one folder, unless it is there. Returns 0, or -1 with errno. A mount may refuse to make a folder that is
- * there by other errors than EEXIST. */
+/* Creates a folder, unless it is there. Returns 0, or -1 with errno. A mount may refuse to make a folder that is there
+ * by other errors than EEXIST. */
 static int make_one(const char *path)
 {
     struct stat status;
