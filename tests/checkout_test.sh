@@ -19,7 +19,7 @@ cd "$folder"
 device_code=
 ! command -v clang >/dev/null || ! clang --print-targets | grep -q nvptx64 || ! command -v python3 >/dev/null || device_code=cuda_arithmetic_ptx
 {
-    cmake -S . -B build -G "Unix Makefiles" -DCMAKE_BUILD_TYPE=Debug -DCMAKE_C_FLAGS=-O0 -DHALFSTEP_CUDA=OFF -DHALFSTEP_TESTS=ON &&
+    cmake -S . -B build -G "Unix Makefiles" -DCMAKE_BUILD_TYPE=None -DCMAKE_C_FLAGS=-O0 -DHALFSTEP_ISAS=scalar -DHALFSTEP_CUDA=OFF -DHALFSTEP_TESTS=ON &&
         cmake --build build --parallel "${HALFSTEP_BUILD_JOBS:-1}" --target halfstep_python halfstep_static test_json \
             $([ ! -x "$build_dir/halfstep" ] || echo halfstep_cli) $device_code
 } >"$scratch/log" 2>&1 || { tail -n 20 "$scratch/log"; fail "it does not build in $folder"; }
