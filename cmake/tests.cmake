@@ -186,8 +186,8 @@ foreach(source IN LISTS programs)
   elseif(name MATCHES "faults")
     # The linker puts the injector before the C library only in what it links, so halfstep_io's sources come in too.
     set(extra ${tests}/faults/inject.c $<TARGET_OBJECTS:hstep_io>)
-    if(name MATCHES "program") # hstep_tools has json.c
-      set(extra ${tests}/faults/inject.c "$<FILTER:$<TARGET_OBJECTS:hstep_io>,EXCLUDE,/json\\.c>")
+    if(name MATCHES "program") # hstep_tools has those two
+      set(extra ${tests}/faults/inject.c "$<FILTER:$<TARGET_OBJECTS:hstep_io>,EXCLUDE,/(json|numbers)\\.c>")
     endif()
   endif()
   halfstep_test_program(${name} ${source} ${extra})
@@ -243,7 +243,7 @@ if(TARGET test_faults)
   # The program with the injector inside, for tests/faults/sweep.py: AddressSanitizer must itself stand before the C library.
   if(with_tools AND HALFSTEP_SANITIZE MATCHES address)
     add_executable(halfstep_faulty ${tool_main} ${tests}/faults/inject.c
-      "$<FILTER:$<TARGET_OBJECTS:hstep_io>,EXCLUDE,/json\\.c>") # hstep_tools has json.c
+      "$<FILTER:$<TARGET_OBJECTS:hstep_io>,EXCLUDE,/(json|numbers)\\.c>") # hstep_tools has those two
     target_compile_definitions(halfstep_faulty PRIVATE HSTEP_FAULTS_ENVIRONMENT=1)
     target_include_directories(halfstep_faulty PRIVATE src tests/faults)
     target_link_libraries(halfstep_faulty PRIVATE hstep_tools halfstep_static)
