@@ -135,8 +135,9 @@ fuzz:
 experiments: build
 	@bash lab/experiments.sh "$(BUILD)"
 
+# CMake gives files a mode of their own, and folders that of the umask.
 install: build
-	@cmake --install "$(BUILD)" --prefix "$(PREFIX)"
+	@umask 022 && cmake --install "$(BUILD)" --prefix "$(PREFIX)"
 
 clean:
 	@rm -rf "$(BUILD)"

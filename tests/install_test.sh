@@ -4,7 +4,7 @@
 # (make check leaves it out.)
 # (make test-all runs "tests/install_test.sh all" too.)
 . "$(dirname "$0")/lib.sh"
-need cmake cc pkg-config
+need cmake cc make pkg-config
 make_scratch
 
 if [ "${1:-}" = all ]; then
@@ -81,7 +81,21 @@ C
     exit 0
 fi
 
-cmake --install "$build_dir" --prefix "$scratch/first" >"$scratch/log" || { cat "$scratch/log"; fail "cmake --install"; }
+# The list of files by which a user removes an earlier install stays.
+manifest=$build_dir/install_manifest.txt
+[ ! -e "$manifest" ] || mv "$manifest" "$scratch/manifest"
+(umask 077 && make -C "$source_dir" -o build install BUILD="${build_dir//\$/\$\$}" PREFIX="${scratch//\$/\$\$}/first") \
+    >"$scratch/log" || { cat "$scratch/log"; fail "make install"; }
+mv "$manifest" "$scratch/installed"
+[ ! -e "$scratch/manifest" ] || mv "$scratch/manifest" "$manifest"
+closed=$(find "$scratch/first" -mindepth 1 \( -type d ! -perm -055 -o ! -type l ! -perm -044 \))
+[ -z "$closed" ] || fail "after make install under umask 077 others cannot read $closed"
+mkdir "$scratch/removed"
+cp -R "$scratch/first/." "$scratch/removed"
+sed "s|^$scratch/first/|$scratch/removed/|" "$scratch/installed" | tr '\n' '\0' | xargs -0 rm -f
+left=$(find "$scratch/removed" ! -type d)
+[ -z "$left" ] || fail "install_manifest.txt lacks $left"
+echo "ok   others can read what is installed, and install_manifest.txt names it all"
 mv "$scratch/first" "$scratch/moved prefix"
 prefix="$scratch/moved prefix"
 # CMake 3.25 and later can be told to ignore its registry of build folders. Naming the path is enough for all versions.
@@ -124,6 +138,8 @@ add_executable(shared main.c)
 target_link_libraries(shared PRIVATE halfstep::halfstep ${io:+halfstep::io})
 add_executable(static main.c)
 target_link_libraries(static PRIVATE halfstep::static)
+add_library(plugin MODULE main.c)
+target_link_libraries(plugin PRIVATE halfstep::static)
 C
 {
     cmake -S "$scratch/consumer" -B "$scratch/consumer/build" -DCMAKE_PREFIX_PATH="$prefix" &&
@@ -131,6 +147,10 @@ C
 } >"$scratch/log" 2>&1 || { cat "$scratch/log"; fail "find_package(halfstep)"; }
 check "find_package, shared" "$scratch/consumer/build/shared"
 check "find_package, static" "$scratch/consumer/build/static"
+plugin=$(find "$scratch/consumer/build" -name 'libplugin.*')
+nm -D --defined-only "$plugin" >"$scratch/exported"
+grep -q ' T main$' "$scratch/exported" && ! grep halfstep "$scratch/exported" || fail "a plugin exports the library inside it"
+echo "ok   a plugin does not export the library inside it"
 
 package=$(dirname "$(find "$prefix" -name halfstep.pc)")
 library=$(dirname "$package")
