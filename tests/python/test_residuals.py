@@ -3,6 +3,8 @@ somebody else has written has none. A weight that only seems to be written keeps
 
 import copy
 import itertools
+import os
+import sys
 import warnings
 
 import pytest
@@ -11,6 +13,8 @@ from conftest import (
     COPIES,
     bits,
     class_of,
+    everything,
+    make,
     named,
     plain,
     randn,
@@ -417,6 +421,68 @@ def test_weights_of_inference_mode(silent):
             p.grad = torch.ones_like(p)
             opt.step()
     assert opt.state[p]["weight.extra"].any()
+
+
+# ---- Interrupts ----------------------------------------------------------------------------------
+
+
+def interrupted(act, p, lines):
+    """Makes a call, and Ctrl-C in it: so many lines of the package after those that write p.
+    Returns True if the call had so many lines."""
+    package, before = os.path.dirname(halfstep.__file__), p.detach().clone()
+    passed = 0
+
+    def in_function(frame, event, _):
+        nonlocal passed
+        if event == "line" and (passed or not torch.equal(p, before)):
+            passed += 1
+            if passed > lines:
+                raise KeyboardInterrupt
+        return in_function
+
+    def begins(frame, event, _):
+        return in_function if frame.f_code.co_filename.startswith(package) else None
+
+    found = sys.gettrace()
+    sys.settrace(begins)
+    try:
+        act()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(found)
+    return passed > lines
+
+
+@pytest.mark.parametrize("way", ["step", "strided"])
+def test_an_interrupt_at_any_line_costs_nothing(way):
+    """It ends a step, or the step of one parameter, whose weights and states are new already."""
+
+    def begin():
+        params, opt = make("adamw", "ecc8-int8", shapes={"matrix": (4, 40)}, lr=1e-3, clip_norm=1)
+        params["strided"] = nn.Parameter(torch.ones(8, 80, dtype=torch.bfloat16)[:, ::2])
+        opt.add_param_group({"params": [("strided", params["strided"])]})
+        run(opt, params, 0, 2)
+        return params, opt
+
+    def act():
+        opt.step() if way == "step" else opt.step_param(params[way])
+
+    pairs = begin(), begin()
+    for lines in itertools.count():
+        for params, opt in pairs:
+            set_gradients(params, lines)
+        params, opt = pairs[0]
+        ended = not interrupted(act, params["matrix" if way == "step" else way], lines)
+        params, opt = pairs[1]
+        act()
+        for params, opt in pairs if way != "step" else ():
+            opt.zero_grad()
+            opt.step()
+        assert everything(opt, params) == everything(*reversed(pairs[0])), lines
+        if ended:
+            break
+    assert lines > 20
 
 
 # ---- Compiled steps ------------------------------------------------------------------------------
