@@ -87,6 +87,8 @@ class Engine:
             held.update(made)
             for key in obsolete & set(held):
                 del held[key]
+            if type(held) is dict and any(s.part == ".codes" for s in m.streams):
+                state[m.p] = _layout.Coded(held)
             if weight is not None:
                 with torch.no_grad():
                     stored(m.p).copy_(weight)

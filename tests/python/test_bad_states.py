@@ -345,6 +345,45 @@ def test_names(names):
     refused("f32", lambda file: file.update(param_names=names), "param_names")
 
 
+@pytest.mark.parametrize("kind", ["int8", "fp8", "int4", "bf16"])
+@pytest.mark.parametrize("written", [False, True])
+def test_states_that_a_trainer_cuts_by_name(kind, written):
+    """As trainers of points do. The error says what to do about codes and residuals."""
+    params, opt = trained(kind)
+    old, rows = params["matrix"], torch.arange(24) % 2 == 0
+    state = opt.state.pop(old)
+    assert state.get("exp_sq") is None
+    for made in (copy.deepcopy(state), opt.state_dict()["state"][0], saved(dict(state))):
+        assert type(made) is dict
+    with pytest.raises(KeyError, match="'exp_sq'"):
+        state["exp_sq"]
+    if kind != "bf16":
+        assert "exp_avg" not in state and state.get("exp_avg") is None
+        with pytest.raises(KeyError, match=r"optimizer.read_state\(p, 'exp_avg'\)"):
+            state["exp_avg"]
+    new = torch.nn.Parameter(old.detach() if written else old.detach()[rows])
+    for name in ("exp_avg", "exp_avg_sq"):
+        if kind == "bf16":
+            state[name] = state[name][rows]
+        elif written:
+            state[name] = torch.zeros_like(new)
+    opt.state[new] = state
+    group = opt.param_groups[0]
+    group["params"][1] = new
+    new.grad = torch.ones_like(new)
+    before = new.detach().clone()
+    said = "has both a state" if written and kind != "bf16" else "cut or extend all tensors"
+    with pytest.raises(ValueError, match=f"'matrix'.* {said}"):
+        opt.step()
+    assert torch.equal(new, before)
+    if not written:  # all tensors by rows
+        for key, value in state.items():
+            if value.dim() and len(value) == 24:
+                state[key] = value[rows]
+        opt.step()
+        assert not torch.equal(new, before) and opt.state[new]["step"] == 3
+
+
 @pytest.mark.parametrize("state", [3, [1], "x", torch.ones(3)], ids=repr)
 def test_a_state_that_is_no_dictionary(state):
     refused("f32", lambda file: file["state"].update({1: state}))
