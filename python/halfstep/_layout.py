@@ -62,9 +62,9 @@ class Coded(dict):
         if f"{key}.codes" not in self:
             raise KeyError(key)
         raise KeyError(
-            f"halfstep: state {key!r} is stored in codes, under {key}.codes and {key}.scale. Read it"
-            f" by optimizer.read_state(p, {key!r}) and write it by write_state(). To cut or extend"
-            " states, do so with all of their tensors, or keep them without blocks:"
+            f"halfstep: state {key!r} is stored in codes, under {key}.codes and {key}.scale. Read"
+            f" it by optimizer.read_state(p, {key!r}) and write it by write_state(). To cut or"
+            " extend states, do so with all of their tensors, or keep them without blocks:"
             " states='bf16-sr'"
         )
 
@@ -201,7 +201,7 @@ def whole(value):
         if value.numel() != 1 or value.device.type == "meta" or value.is_complex():
             return None
         value = value.item()
-    if not _abi.is_real(value) or isinstance(value, float) and not math.isfinite(value):
+    if not _abi.is_real(value) or not math.isfinite(value):
         return None
     return int(value) if int(value) == value else None
 
