@@ -40,7 +40,14 @@ def _refuse_class(tensor, what):
 
 
 def _refuse_dtype(dtype, what, done):
-    raise TypeError(f"halfstep: {what} is {dtype}; float32, bfloat16 and float16 can be {done}")
+    advice = (
+        ". Make torch.view_as_real() of its values the parameter, and take"
+        " torch.view_as_complex() of it in the model"
+    )
+    raise TypeError(
+        f"halfstep: {what} is {dtype}; float32, bfloat16 and float16 can be {done}"
+        + (advice if dtype.is_complex else "")
+    )
 
 
 def described(value):
