@@ -345,6 +345,40 @@ def test_names(names):
     refused("f32", lambda file: file.update(param_names=names), "param_names")
 
 
+@pytest.mark.parametrize(
+    "key_of", [str, list(SHAPES).__getitem__, lambda number: number + 7], ids=["str", "name", "+7"]
+)
+def test_states_of_parameters_that_no_group_lists(key_of):
+    """Such as those whose numbers JSON has made text. They would be lost."""
+
+    def change(file):
+        file["state"] = {key_of(number): state for number, state in file["state"].items()}
+
+    said = f"states under {key_of(0)!r}, .*its groups list the parameters 0, 1, 2: use the same"
+    refused("f32", change, said)
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (lambda file: {"state": file["state"]}, "this is a dictionary of 'state': give what"),
+        (lambda file: {"param_groups": file["param_groups"]}, "a dictionary of 'param_groups'"),
+        (lambda file: {}, "an empty dictionary"),
+        (lambda file: None, "of type NoneType"),
+        (lambda file: list(file["state"].values()), "of type list"),
+        (lambda file: {"optimizer": file}, r"holds one, at \['optimizer'\]: give load_state_dict"),
+        (lambda file: [file, file], r"holds 2 of them, at \[0\], \[1\]: give load_state_dict"),
+        (lambda file: {"opt": {"g": file, "d": file}}, r"at \['opt'\]\['g'\], \['opt'\]\['d'\]"),
+    ],
+)
+def test_what_is_no_state_of_an_optimizer(change, said):
+    params, opt = trained("int8")
+    before = everything(opt, params)
+    with pytest.raises(ValueError, match=said):
+        opt.load_state_dict(change(opt.state_dict()))
+    assert everything(opt, params) == before
+
+
 @pytest.mark.parametrize("kind", ["int8", "fp8", "int4", "bf16"])
 @pytest.mark.parametrize("written", [False, True])
 def test_states_that_a_trainer_cuts_by_name(kind, written):
