@@ -417,7 +417,7 @@ def read(parts, path):
     except ValueError as error:
         if "several" not in found:
             raise
-        text = str(error).removeprefix("halfstep: ")
+        text = str(error)[len(f"{__package__}: ") :]
         raise ValueError(
             f"halfstep: {path} holds states of {found['several']}. Together they do not fit: {text}"
         ) from None
