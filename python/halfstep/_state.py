@@ -74,15 +74,15 @@ def check_whole(held):
         count = "one" if len(several) == 1 else f"{len(several)} of them"
         raise ValueError(
             f"halfstep: this is no state of an optimizer, but holds {count}, at"
-            f" {', '.join(several)}: give load_state_dict() that of this optimizer, or load_states()"
-            " the file"
+            f" {', '.join(several)}: give load_state_dict() that of this optimizer, or"
+            " load_states() the file"
         )
     what = f"of type {type(held).__name__}"
     if isinstance(held, dict):
         what = f"a dictionary of {_names.some(list(held))}" if held else "an empty dictionary"
     raise ValueError(
-        "halfstep: a state of an optimizer is a dictionary with 'state' and 'param_groups', and this"
-        f" is {what}: give what state_dict() of an optimizer returned"
+        "halfstep: a state of an optimizer is a dictionary with 'state' and 'param_groups', and"
+        f" this is {what}: give what state_dict() of an optimizer returned"
     )
 
 
