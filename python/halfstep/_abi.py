@@ -10,6 +10,8 @@ one to load instead.
 from __future__ import annotations
 
 import ctypes
+import numbers
+import operator
 import os
 import sys
 from ctypes import (
@@ -31,6 +33,10 @@ from ctypes import (
 )
 from dataclasses import dataclass, fields
 from typing import Dict, List, Optional, Tuple
+
+if "ABI" in globals():
+    # Structures would get other classes than those that live optimizers hold. What is here stays.
+    raise ImportError("halfstep: a loaded library cannot be reloaded; restart Python instead")
 
 ABI = 2  # HALFSTEP_ABI of the header that this file mirrors
 
@@ -641,13 +647,24 @@ def tensor_bytes(recipe: str, **fields: int) -> Tuple[int, int, int]:
 
 
 def is_real(value) -> bool:
-    """Returns True for a number of Python, which True and False are not."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    """Returns True for a number of Python's or NumPy's, which True and False are not."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def is_count(value, least: int = 0, most: int = 2**63 - 1) -> bool:
-    """Returns True for a whole number of Python within these bounds."""
-    return is_real(value) and isinstance(value, int) and least <= value <= most
+    """Returns True for a whole number of Python's or NumPy's within these bounds."""
+    return is_real(value) and isinstance(value, numbers.Integral) and least <= value <= most
+
+
+def plainly(value):
+    """Returns a whole number of any class, or a number of NumPy's, as Python's own. Returns other
+    values as they are."""
+    if isinstance(value, (bool, int, float, str)):
+        return value
+    try:
+        return operator.index(value)
+    except TypeError:
+        return float(value) if isinstance(value, numbers.Real) else value
 
 
 def check_flags(**values) -> None:

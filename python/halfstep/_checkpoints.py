@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import _files, _foreign, _layout, _names, _older, _sharding
+from . import _files, _foreign, _layout, _names, _older, _sharding, _state
+from ._state import is_state, states_in
 from ._torch import warn
 
 #: where trainers put an optimizer's state in the dictionary of a file
@@ -23,7 +24,7 @@ _KEYS = ("optimizer", "optim", "optimizer_state_dict", "optimizer_states")
 _FILES = (
     r"\.metadata",
     r"optimizer(_0)?\.safetensors",
-    r"optimizer(_0)?\.(pt|bin)",
+    r"optimizer(_\d+)?\.(pt|bin)",  # Accelerate's are one for each optimizer
     r"optim_world_size_\d+_rank_\d+\.pt",
     r"recipe_state\.pt",
     r".+\.ckpt",
@@ -70,13 +71,16 @@ def _found(folder):
     return [path for other in filter(os.path.isdir, inner) for path in _found(other)]
 
 
-def _only(path):
-    """Returns the one file that holds an optimizer's state in a file or folder."""
+def _paths(path):
+    """Returns the file that holds an optimizer's state in a file or folder, or the files of several
+    optimizers."""
     if not os.path.isdir(path):
-        return path
+        return [path]
     found = _found(path)
-    if len(found) == 1:
-        return found[0]
+    if len(found) == 1 or all(re.fullmatch(_FILES[2], os.path.basename(one)) for one in found):
+        folders = set(map(os.path.dirname, found))
+        if len(folders) == 1:
+            return found
     if found:
         raise ValueError(
             f"halfstep: {path} holds {len(found)} states of optimizers,"
@@ -94,11 +98,6 @@ def _refused(path, error):
     )
 
 
-def _damaged(path, error):
-    first = re.split(r"\.\s|\n", str(error).strip())[0]
-    return ValueError(f"halfstep: {path} is damaged or no checkpoint ({first}); {_KNOWN}")
-
-
 def _load(file, path):
     """Reads a file of torch.save() that holds tensors and plain values only."""
     try:
@@ -109,8 +108,10 @@ def _load(file, path):
         return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise _refused(path, error) from None
-    except (RuntimeError, EOFError) as error:
-        raise _damaged(path, error) from None
+    except MemoryError:
+        raise
+    except Exception as error:  # half a file ends in an error of any class
+        raise _files.damaged(path, error, _KNOWN) from None
 
 
 class _Index(pickle.Unpickler):
@@ -164,10 +165,6 @@ def _distributed(path):
 # ---- State dictionaries --------------------------------------------------------------------------
 
 
-def _is_state(value):
-    return isinstance(value, dict) and "state" in value and "param_groups" in value
-
-
 def _unflattened(values):
     """Returns the state dictionary in a flat one, or None if there is none. Keys of a flat one are
     "state.NAME.KEY", and "param_groups.NAME.KEY" for each parameter or "param_groups" for all, with
@@ -206,25 +203,34 @@ def _unflattened(values):
     return {"state": state, "param_groups": groups}
 
 
-def _dictionary(held, path):
-    """Returns the state dictionary in what a file holds."""
-    if _is_state(held):
+def _dictionary(held, path, rules):
+    """Returns the state dictionary in what a file holds. `rules` are those of our groups."""
+    if is_state(held):
         return held
     if isinstance(held, dict):
         for key in _KEYS:
             inner = held.get(key)
             if isinstance(inner, (list, tuple)) and len(inner) == 1:
                 inner = inner[0]
-            if _is_state(inner):
+            if is_state(inner):
                 return inner
-            if isinstance(inner, dict) and inner and all(map(_is_state, inner.values())):
+            if isinstance(inner, dict) and inner and all(map(_is_of_one, inner.values())):
                 return _merged(inner)  # an optimizer for each parameter
             if isinstance(inner, dict) and _unflattened(inner) is not None:
                 return _unflattened(inner)
         found = _unflattened(held)
         if found is not None:
             return found
-    raise ValueError(f"halfstep: {path} holds no state of one optimizer; {_KNOWN}")
+    several = states_in(held)
+    if several:
+        return _joined(
+            several, rules, "read it by torch.load() and give load_state_dict() one of them"
+        )
+    raise ValueError(f"halfstep: {path} holds no state of an optimizer; {_KNOWN}")
+
+
+def _is_of_one(value):
+    return is_state(value) and [len(group["params"]) for group in value["param_groups"]] == [1]
 
 
 def _merged(several):
@@ -235,6 +241,34 @@ def _merged(several):
             found["param_groups"].append({**group, "params": [name], "param_names": [name]})
         for state in one["state"].values():
             found["state"][name] = state
+    return found
+
+
+def _joined(several, rules, advice):
+    """Returns one state dictionary for those of several optimizers, by their places. They are in
+    the order of our groups' `rules`, because positions count without names. `advice` says what to
+    do if they do not fit."""
+
+    def order(one):
+        held = [state for state in one["state"].values() if isinstance(state, dict)]
+        keys = {str(key).partition(".")[0] for state in held for key in state}
+        firsts = [next(iter(rule.roles), None) for rule in rules]
+        return next((i for i, first in enumerate(firsts) if first in keys), len(rules))
+
+    found = {"state": {}, "param_groups": [], "pending": [], "weight_hashes": {}}
+    for place, one in sorted(several.items(), key=lambda item: order(item[1])):
+        names = one.get("param_names") or [None] * len(one["param_groups"])
+        for group, own in zip(one["param_groups"], names):
+            keys = group["params"]
+            if own is None and any(isinstance(key, str) for key in keys):
+                own = keys
+            new = {"param_names": own} if own and None not in own else {}
+            found["param_groups"].append({**new, **group, "params": [(place, k) for k in keys]})
+        for key in ("state", "weight_hashes"):
+            found[key].update({(place, k): value for k, value in one.get(key, {}).items()})
+        found["pending"] += [(place, k) for k in one.get("pending", ())]
+    if len(several) > 1:
+        found["several"] = f"{len(several)} optimizers, {', '.join(several)}: {advice}"
     return found
 
 
@@ -250,24 +284,25 @@ def _whole(value, path):
 
 def _read(path, parts):
     """Returns the state dictionary in a file or folder."""
-    path = _only(os.fspath(path))
+    rules = list(map(parts.groups.row_of, parts.groups))
+    path, *more = _paths(os.fspath(path))
+    if more:
+        several = {
+            os.path.basename(one): _dictionary(_load(one, one), one, rules) for one in (path, *more)
+        }
+        return _joined(several, rules, "give the path of one of them")
     if os.path.basename(path) == ".metadata":
-        return _dictionary(_distributed(path), os.path.dirname(path))
+        return _dictionary(_distributed(path), os.path.dirname(path), rules)
     with open(path, "rb") as file:
         begin = file.read(16)
     if begin.startswith((b"PK", b"\x80")):
-        return _dictionary(_load(path, path), path)
+        return _dictionary(_load(path, path), path, rules)
     if begin.startswith(b"halfstep states"):
         raise ValueError(
             f"halfstep: {path} is a file of store=, which one optimizer has as its own: make one"
             " with store= and this file, and save its state_dict()"
         )
-    from safetensors import SafetensorError
-
-    try:
-        found, generator, _ = _files.load(parts, path)
-    except SafetensorError as error:
-        raise _damaged(path, error) from None
+    found, generator, _ = _files.load(parts, path, advice=_KNOWN)
     for group in found["param_groups"]:
         group["generator"] = generator
     return found
@@ -295,7 +330,9 @@ def _entries(found, path):
     for g, group in enumerate(groups):
         names = group.get("param_names") or (all_names[g] if all_names else ())
         for i, key in enumerate(group["params"]):
-            name = key if isinstance(key, str) else names[i] if i < len(names) else None
+            name = names[i] if i < len(names) else None
+            if isinstance(key, str) and not (key.isdigit() and name):
+                name = key
             state = found["state"].get(key)
             if isinstance(state, dict):
                 state = {k: _whole(value, path) for k, value in _older.flat(state).items()}
@@ -362,17 +399,28 @@ def read(parts, path):
             " rank, save, and go on from there"
         )
     found = _read(path, parts)
+    _state.check_keys(found, path)
     found = {**found, "state": dict(found["state"])}
     found = _foreign.translate(list(map(groups.row_of, groups)), found)
     entries = _entries(found, path)
     if not any(entry.state for entry in entries):
-        raise ValueError(f"halfstep: {path} holds no states: it was saved before the first step")
+        raise ValueError(
+            f"halfstep: {path} holds no states: it was saved before the first step, or without them"
+        )
     known = names.all()
     ours = [
         [(name, not p.requires_grad) for name, p in zip(own, group["params"])]
         for own, group in zip(known, groups)
     ]
-    places = iter(_places(entries, ours, path))
+    try:
+        places = iter(_places(entries, ours, path))
+    except ValueError as error:
+        if "several" not in found:
+            raise
+        text = str(error)[len(f"{__package__}: ") :]
+        raise ValueError(
+            f"halfstep: {path} holds states of {found['several']}. Together they do not fit: {text}"
+        ) from None
     out = {"state": {}, "param_groups": [], "weight_hashes": {}, "pending": []}
     renamed, number = {}, 0
     for group in groups:

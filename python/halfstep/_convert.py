@@ -18,6 +18,11 @@ ONE_MATRIX = (
     "; a state that was saved when the parameter was taken for one matrix goes on with"
     ' matrix="flatten" in its group, without heads= and split='
 )
+#: advice beside a state of which others were cut or extended
+_CUT = (
+    "; cut or extend all tensors of a parameter's state alike, or keep it without blocks and"
+    " residuals: weights='bf16-sr', states='bf16-sr'"
+)
 #: the number of values that pieces() decodes at once
 _PIECE = 1 << 20
 
@@ -111,6 +116,7 @@ def adopt(tensor, stream, name):
             f"halfstep: state {stream.key!r} of parameter {name!r} is {described(tensor)}, not"
             f" {stream.dtype} of shape {stream.shape}"
             + (ONE_MATRIX if getattr(tensor, "ndim", 9) < len(stream.shape) else "")
+            + (_CUT if getattr(tensor, "shape", ())[1:] == stream.shape[1:] else "")
         )
     return _devices.to_cpu(tensor)
 
@@ -271,6 +277,12 @@ def _created(m, state, hypers):
         raise ValueError(
             f"halfstep: the states of parameter {m.name!r} are of the recipe {old!r}, and its group"
             f" is stepped by {m.rule.name} now: give it the rule that it had, or delete its state"
+        )
+    both = [s.name for s in m.streams if s.part == ".codes" and {s.name, s.key} <= state.keys()]
+    if both:
+        raise ValueError(
+            f"halfstep: parameter {m.name!r} has both a state {both[0]!r} and its codes; delete one"
+            f" of them, or write by optimizer.write_state(p, {both[0]!r}, values)"
         )
     has = any(key in state for key in _layout.keys_of(m.rule))
     # torch's SGD and Muon save a momentum and no count. The count is then 1, because it matters

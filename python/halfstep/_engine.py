@@ -87,6 +87,8 @@ class Engine:
             held.update(made)
             for key in obsolete & set(held):
                 del held[key]
+            if type(held) is dict and any(s.part == ".codes" for s in m.streams):
+                state[m.p] = _layout.Coded(held)
             if weight is not None:
                 with torch.no_grad():
                     stored(m.p).copy_(weight)
@@ -187,17 +189,20 @@ class Engine:
     def tell(self, groups):
         """Writes each group's step count, and the optimizer's counts, into the groups."""
         self.take_told(groups)
+        # What is noted here comes last. If Ctrl-C comes before it, the groups count.
         for group in self.groups:
-            group.steps, of = group.count_steps(), group.among(groups)
+            steps, of = group.count_steps(), group.among(groups)
             if of is not None:
-                of["group_steps"] = group.steps
-        skipped = self.told[0]
-        for part in self.parts:
-            counted = int(lib.halfstep_skipped_steps(part))
-            skipped, part.counted = skipped + counted - part.counted, counted
-        self.told = (skipped, float(lib.halfstep_gradient_norm(self.handle)))
+                of["group_steps"] = steps
+            group.steps = steps
+        counted = [int(lib.halfstep_skipped_steps(part)) for part in self.parts]
+        skipped = self.told[0] + sum(counted) - sum(part.counted for part in self.parts)
+        told = (skipped, float(lib.halfstep_gradient_norm(self.handle)))
         for group in groups:
-            group["skipped_steps"], group["last_norm"] = self.told
+            group["skipped_steps"], group["last_norm"] = told
+        for part, now in zip(self.parts, counted):
+            part.counted = now
+        self.told = told
         if self.rule.totals:
             self.ranks.tell_estimates(groups)
 

@@ -3,6 +3,7 @@
 
 import math
 import os
+import re
 import secrets
 import stat
 import tempfile
@@ -15,6 +16,8 @@ from ._matrices import Laid, how_of, lay, rows_of
 from ._sharding import stored
 
 FORMAT = "halfstep optimizer 1"
+#: what load() advises beside a file that it cannot read
+_OWN = "give a file that save_safetensors() wrote"
 
 
 # ---- Writing -------------------------------------------------------------------------------------
@@ -258,10 +261,25 @@ def _named(ours, metadata, others, path):
     return {name: told[place] for name, place in zip(ours, found)}
 
 
-def load(parts, path, numbers=False):
+def damaged(path, error, advice):
+    """Returns the error for a file that cannot be read."""
+    first = re.split(r"\.\s|\n", str(error).strip())[0] or type(error).__name__
+    return ValueError(f"halfstep: {path} is damaged or no checkpoint ({first}); {advice}")
+
+
+def load(parts, path, numbers=False, advice=_OWN):
     """Reads a file for the optimizer that has these parts. Returns the state dictionary, the
     generator, and (parameter, weight) for each weight in the file. `numbers`: states have their
-    numbers only."""
+    numbers only. `advice` ends the error for a file that cannot be read."""
+    from safetensors import SafetensorError
+
+    try:
+        return _load(parts, path, numbers)
+    except SafetensorError as error:
+        raise damaged(path, error, advice) from None
+
+
+def _load(parts, path, numbers):
     from safetensors import safe_open
 
     groups, names = parts.groups, parts.names
@@ -270,10 +288,7 @@ def load(parts, path, numbers=False):
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata() or {}
         if metadata.get("format") != FORMAT:
-            raise ValueError(
-                f"halfstep: {path} holds no optimizer of halfstep; give a file that"
-                " save_safetensors() wrote"
-            )
+            raise ValueError(f"halfstep: {path} holds no optimizer of halfstep; {_OWN}")
         rule = metadata.get("rule") or metadata.get("recipe", "").partition("/")[0]
         if sorted(rule.split(", ")) != sorted(_rules(groups).split(", ")):
             raise ValueError(

@@ -52,6 +52,26 @@ _rules = {rule.id: rule.name for rule in _abi.rules.values()}
 FORMATS = {f.id: f.name for f in _abi.formats.values()}
 
 
+class Coded(dict):
+    """The state of a parameter that has states in codes. Tells those who look for the values of one
+    what to do. Copies and pickles are plain dictionaries."""
+
+    __slots__ = ()
+
+    def __missing__(self, key):
+        if f"{key}.codes" not in self:
+            raise KeyError(key)
+        raise KeyError(
+            f"halfstep: state {key!r} is stored in codes, under {key}.codes and {key}.scale. Read"
+            f" it by optimizer.read_state(p, {key!r}) and write it by write_state(). To cut or"
+            " extend states, do so with all of their tensors, or keep them without blocks:"
+            " states='bf16-sr'"
+        )
+
+    def __reduce_ex__(self, protocol):
+        return dict, (dict(self),)
+
+
 def signed(number):
     """Returns the signed number with the bits of an unsigned 64-bit number, because torch stores
     signed ones."""
@@ -181,7 +201,7 @@ def whole(value):
         if value.numel() != 1 or value.device.type == "meta" or value.is_complex():
             return None
         value = value.item()
-    if not _abi.is_real(value) or isinstance(value, float) and not math.isfinite(value):
+    if not _abi.is_real(value) or not math.isfinite(value):
         return None
     return int(value) if int(value) == value else None
 

@@ -90,6 +90,7 @@ class Loading:
         self.before = [dict(group) for group in groups]
         # What the dictionary holds beside states, by the numbers of parameters.
         self.renamed, self.positions, self.pending, self.hashes, self.places = {}, False, (), {}, {}
+        _state.check_whole(state_dict)
         # The dictionary may be this optimizer's own, edited. It is copied, so that the handle's
         # numbers do not overwrite it.
         state_dict = dict(_foreign.translate(list(map(groups.row_of, groups)), state_dict))
@@ -108,6 +109,7 @@ class Loading:
         for place, group in enumerate(given["param_groups"]):
             if not any(isinstance(key, str) for key in group["params"]):
                 _state.check_names(group, place)
+        _state.check_keys(given)
         self.pending, self.hashes = given.get("pending", ()), given.get("weight_hashes", {})
         if not isinstance(self.hashes, dict):
             raise ValueError(
@@ -131,7 +133,8 @@ class Loading:
                 f"halfstep: loaded state dict has a different number of parameter groups:"
                 f" {len(groups)}, and this optimizer has {len(self.before)}; Muon(adamw=...) makes"
                 " groups of matrices and of the rest, so load it into an optimizer made as the"
-                " saved one was"
+                " saved one was. load_states() takes a file with the states of torch's Muon and"
+                " AdamW"
             )
         # torch itself complains about a wrong number of groups.
         given["param_groups"] = [

@@ -116,11 +116,13 @@ def align(ours, groups):
     theirs = [list(group.get("param_names") or [None] * len(group["params"])) for group in groups]
     mine, saved = list(chain.from_iterable(ours)), list(chain.from_iterable(theirs))
     named = bool(mine) and None not in mine
-    if (
-        not saved
-        or None in saved
-        or any(isinstance(key, str) for group in groups for key in group["params"])
-    ):
+    keys = [list(group["params"]) for group in groups]
+    flat = list(chain.from_iterable(keys))
+    by_name = any(isinstance(key, str) for key in flat)
+    if by_name and named and all(isinstance(key, str) for key in flat):
+        if sorted(map(without_wrappers, flat)) == sorted(map(without_wrappers, mine)):
+            theirs, saved, by_name = keys, flat, False
+    if not saved or None in saved or by_name:
         # torch.distributed.checkpoint has matched them by name already, and puts names in place of
         # numbers.
         groups = [

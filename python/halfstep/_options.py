@@ -9,7 +9,7 @@ import torch
 from . import _abi, _matrices
 
 #: options that are sequences of numbers
-_SEQUENCES = ("betas", "eps", "ns_coefficients")
+_SEQUENCES = ("betas", "eps", "ns_coefficients", "split")
 # Without a reference_lr, fully decoupled decay refers to the first lr: one that is at least so much
 # of the rule's default, and of which a later one is at most so many times as much (halfstep.h).
 _LEAST_FIRST_LR, _MOST_ABOVE_FIRST_LR = 1e-4, 10.0

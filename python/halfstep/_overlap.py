@@ -201,10 +201,10 @@ class Overlap:
             self.in_a_row, self.next_rest = 0, FIRST_REST
 
     def swap(self, p):
-        """Makes the new weight of a parameter the present one, after a step that used its
-        result."""
-        if p in self.used:
-            copy, room = self.placement.copies[p], self.rooms[p]
+        """Makes the new weight of a parameter the present one, after a step that used its result.
+        A second call changes nothing."""
+        copy, room = self.placement.copies[p], self.rooms.get(p)
+        if p in self.used and copy.weight is not self.used[p].weight:
             copy.weight, self.rooms[p] = room[0], (copy.weight, room[1])
 
     def end(self):

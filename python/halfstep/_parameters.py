@@ -10,6 +10,7 @@ import torch
 
 from . import _abi, _devices, _sharding
 from ._sharding import local
+from ._torch import warn
 
 #: safetensors' names of stored dtypes -> torch
 DTYPES = {
@@ -39,7 +40,14 @@ def _refuse_class(tensor, what):
 
 
 def _refuse_dtype(dtype, what, done):
-    raise TypeError(f"halfstep: {what} is {dtype}; float32, bfloat16 and float16 can be {done}")
+    advice = (
+        ". Make torch.view_as_real() of its values the parameter, and take"
+        " torch.view_as_complex() of it in the model"
+    )
+    raise TypeError(
+        f"halfstep: {what} is {dtype}; float32, bfloat16 and float16 can be {done}"
+        + (advice if dtype.is_complex else "")
+    )
 
 
 def described(value):
@@ -189,9 +197,36 @@ def check_cpu(p, name):
         )
 
 
-def follow_gradients(params, owner, call):
+def mark(hook, owner, kind):
+    """Marks a hook by which its owner takes gradients of parameters. Returns the hook. `kind` names
+    such owners, as "optimizer"."""
+    hook._halfstep = kind, weakref.ref(owner)
+    return hook
+
+
+def take_over(params, owner, kind):
+    """Removes the hooks that another owner of this kind has put on these parameters, and warns of
+    them. A cell of a notebook that is run again leaves such an owner alive."""
+    taken = 0
+    for p in params:
+        hooks = p._post_accumulate_grad_hooks or {}
+        for key, hook in list(hooks.items()):
+            found, reference = getattr(hook, "_halfstep", (None, None))
+            other = reference() if found == kind else None
+            if other is not None and other is not owner:
+                del hooks[key]
+                taken += 1
+    if taken:
+        warn(
+            f"another {kind} takes the gradients of {taken} of these parameters in the backward"
+            " pass. A notebook's cell that is run again leaves such a one alive. From now on the"
+            " new one takes these gradients, and the other gets none"
+        )
+
+
+def follow_gradients(params, owner, call, kind=None):
     """Runs call(owner, p) as soon as a backward pass has completed the gradient of p, while the
-    owner lives. Returns the handles of the hooks."""
+    owner lives. Returns the handles of the hooks, which mark() has marked if `kind` is given."""
     # A hook that held the owner would keep it alive, because Python's cycle collector sees no
     # hooks.
     this = weakref.ref(owner)
@@ -201,6 +236,7 @@ def follow_gradients(params, owner, call):
         if held is not None:
             call(held, p)
 
+    mark(hook, owner, kind)
     return [p.register_post_accumulate_grad_hook(hook) for p in params if p.requires_grad]
 
 

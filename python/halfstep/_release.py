@@ -8,6 +8,8 @@ import torch
 
 from . import _devices, _reducers, _torch
 
+#: kind of the owners of hooks of gradient release
+OPTIMIZER = "optimizer with gradient release"
 #: number of the backward pass that began at a loss which a GradScaler had scaled, or None
 _scaled_pass = None
 
@@ -21,7 +23,7 @@ def check_release(rule, title):
         )
 
 
-def _current_pass():
+def current_pass():
     """Returns the number of the running backward pass, -1 if there is none, or None if torch does
     not tell."""
     ask = getattr(torch._C, "_current_graph_task_id", None)
@@ -42,7 +44,7 @@ def _is_nested():
 
 def _note_scaled(grad):
     global _scaled_pass
-    _scaled_pass = _current_pass()
+    _scaled_pass = current_pass()
     torch.autograd.Variable._execution_engine.queue_callback(_forget_scaled)
 
 
@@ -73,7 +75,7 @@ def watch_scalers():
 
 def check_not_scaled():
     """Raises RuntimeError inside a backward pass that a GradScaler has scaled."""
-    if _scaled_pass is not None and (_scaled_pass == _current_pass() or _is_nested()):
+    if _scaled_pass is not None and (_scaled_pass == current_pass() or _is_nested()):
         _forget_scaled()
         raise RuntimeError(
             "halfstep: the loss was scaled by a GradScaler, but gradient release steps each"
@@ -153,5 +155,6 @@ class Rounds:
             " accumulate gradients, set optimizer.optimizer_accumulation = True during all"
             " micro-batches but the last, or use gradient_release=False. A trainer's"
             " gradient_accumulation_steps or accumulate_grad_batches must be 1; after a batch whose"
-            " backward() failed call optimizer.zero_grad()"
+            " backward() failed call optimizer.zero_grad(). If another optimizer steps these"
+            " parameters by now, call remove_gradient_release() of this one"
         )

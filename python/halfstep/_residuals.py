@@ -70,13 +70,18 @@ class Residuals:
                         f"{int(rows.sum())} of its {rows.numel()} rows (of a vector: pieces of"
                         f" {PIECE})"
                     )
+                other = "weights='bf16-sr'"
+                if is_packed(p):
+                    other = "halfstep.nn.quantize_(model, 'int8-sr')"
                 warn(
                     f"the weight of parameter {self.names.find(p)!r} was written, but not"
                     f" by this optimizer. The residuals kept beside {where} were dropped, because"
-                    " they belonged to the old weight. This is right after load_state_dict(). A"
-                    " mask after each step would drop them each time, and small updates with them:"
-                    " call optimizer.write_weight(p, optimizer.read_weight(p) * mask) instead. This"
-                    " warning is given once"
+                    " they belonged to the old weight. This is right after load_state_dict(). But"
+                    " what writes it at each step drops them each time, and small updates with"
+                    f" them. If that is another optimizer, take {other}, which keeps no"
+                    " residuals. If it is a mask or a normalization, call"
+                    " optimizer.write_weight(p, optimizer.read_weight(p) * mask) instead of it."
+                    " This warning is given once"
                 )
 
     # ---- Writes of this optimizer ----------------------------------------------------------------

@@ -2,8 +2,8 @@
 
 import torch
 
-from ._parameters import follow_gradients
-from ._release import Rounds, watch_scalers
+from ._parameters import follow_gradients, take_over
+from ._release import OPTIMIZER, Rounds, current_pass, watch_scalers
 from ._torch import no_dynamo
 
 
@@ -19,6 +19,8 @@ class Release:
         self.groups, self.placement, self.cache = groups, placement, cache
         self.accumulation, self.updates = accumulation, updates
         self.hooks, self.released, self.rounds = [], set(), None
+        # The ids of all parameters, as they were at the first gradient of the last backward pass.
+        self._ids, self._pass = set(), None
 
     # ---- Hooks -----------------------------------------------------------------------------------
 
@@ -27,11 +29,26 @@ class Release:
         self.remove()
         self.rounds = Rounds()
         watch_scalers()
-        self.hooks = follow_gradients(self.groups.params(), owner, call)
+        take_over(self.groups.params(), owner, OPTIMIZER)
+        self.hooks = follow_gradients(self.groups.params(), owner, call, OPTIMIZER)
+
+    def has(self, p):
+        """Returns False for a parameter that was removed from the groups since its hook was put.
+        Its gradient stays, as torch's optimizers leave it."""
+        now = current_pass()
+        if now in (None, -1) or now != self._pass:
+            self._ids, self._pass = set(map(id, self.groups.params())), now
+        return id(p) in self._ids
 
     def take(self, p):
         """Takes the complete gradient of a parameter. Returns True if a step is still to be
         made."""
+        if not self.has(p):
+            hooks = [h for h in self.hooks if h.hooks_dict_ref() is p._post_accumulate_grad_hooks]
+            for hook in hooks:
+                hook.remove()
+            self.discard(hooks)
+            return False
         if self.rounds is not None:
             self.rounds.gradient(self.groups, p)
         return not self.placement.released(p, self)

@@ -61,6 +61,8 @@ class Saving:
         members, kept = set(map(id, self.groups.params())), self.groups.state
         if self.cache.store is not None:
             kept = {p: dict(state.items()) for p, state in kept.items()}
+        plain = {p: dict(state) for p, state in kept.items() if type(state) is _layout.Coded}
+        kept = {**kept, **plain}
         strangers = {
             key for key in kept if isinstance(key, torch.Tensor) and id(key) not in members
         }

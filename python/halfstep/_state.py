@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from . import _abi, _calls, _convert, _devices, _layout, _matrices, _sharding
+from . import _abi, _calls, _convert, _devices, _layout, _matrices, _names, _sharding
 from ._parameters import described
 
 #: group keys that only this package has
@@ -23,6 +23,8 @@ OURS = (
     "split",
     *_layout.TOLD,
 )
+#: advice for an optimizer whose groups may have several rules
+_GROUPS = "; make the optimizer with groups of the same rules as they were saved with"
 #: rules whose optimizers in torch save no step count
 _UNCOUNTED = ("sgd", "muon")
 
@@ -39,6 +41,64 @@ def check_names(group, place):
         raise ValueError(
             f"halfstep: 'param_names' of group {place} is not a list of one name for each of its"
             " parameters"
+        )
+
+
+# ---- What holds states ---------------------------------------------------------------------------
+
+
+def is_state(value):
+    """Returns True for what state_dict() of an optimizer returns."""
+    return isinstance(value, dict) and "state" in value and "param_groups" in value
+
+
+def states_in(held, place="", deep=2):
+    """Returns the state dictionaries that a dictionary or list holds, and those that its members
+    hold, by their places: "['optimizer'][0]"."""
+    found = {}
+    if not deep or not isinstance(held, (dict, list, tuple)):
+        return found
+    for key, value in held.items() if isinstance(held, dict) else enumerate(held):
+        where = f"{place}[{key!r}]"
+        found.update({where: value} if is_state(value) else states_in(value, where, deep - 1))
+    return found
+
+
+def check_whole(held):
+    """Raises ValueError for what is no state dictionary of an optimizer, and says where it has
+    some."""
+    if is_state(held):
+        return
+    several = list(states_in(held))
+    if several:
+        count = "one" if len(several) == 1 else f"{len(several)} of them"
+        raise ValueError(
+            f"halfstep: this is no state of an optimizer, but holds {count}, at"
+            f" {', '.join(several)}: give load_state_dict() that of this optimizer, or"
+            " load_states() the file"
+        )
+    what = f"of type {type(held).__name__}"
+    if isinstance(held, dict):
+        what = f"a dictionary of {_names.some(list(held))}" if held else "an empty dictionary"
+    raise ValueError(
+        "halfstep: a state of an optimizer is a dictionary with 'state' and 'param_groups', and"
+        f" this is {what}: give what state_dict() of an optimizer returned"
+    )
+
+
+def check_keys(state_dict, what="this state"):
+    """Raises ValueError if there are states of parameters that no group lists."""
+    listed = [key for group in state_dict["param_groups"] for key in group["params"]]
+    known = set(listed)
+    strange = [
+        key
+        for key, value in state_dict["state"].items()
+        if key not in known and isinstance(value, dict) and value
+    ]
+    if strange:
+        raise ValueError(
+            f"halfstep: {what} has states under {_names.some(strange)}, and its groups list the"
+            f" parameters {_names.some(listed)}: use the same keys in both, numbers as numbers"
         )
 
 
@@ -136,14 +196,18 @@ def _check_state(groups, rule, name, p, state, hypers, how):
     vectors = {s.name for s in rule.states if s.vector}
     shapes = {s.name: s.shape for s in codec.streams if s.name in vectors}
     needed = {s.name for s in codec.streams if s.name in roles and not s.extra}
+    lacking = sorted(needed - state.keys())
+    if lacking:
+        raise ValueError(
+            f"halfstep: parameter {name!r} has no state {lacking[0]!r}, which {rule.name} needs; it"
+            f" has {_names.some(list(state))}{_GROUPS if groups.options.partners else ''}"
+        )
     for key in needed | (roles.keys() & state.keys()):
         _check_plain(state, key, roles[key], name, p, shapes.get(key))
 
 
 def _check_plain(state, key, role, name, p, shape):
     """Checks a state as torch keeps it, or a vector of a matrix."""
-    if key not in state:
-        raise ValueError(f"halfstep: parameter {name!r} has no state {key!r}")
     value, p = _sharding.local(state[key]), _sharding.local(p)
     shape = p.shape if shape is None else shape
     if (

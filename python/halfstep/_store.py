@@ -14,6 +14,7 @@ import sys
 from collections.abc import MutableMapping
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint64, c_void_p
 from functools import lru_cache
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -28,6 +29,8 @@ from ._watch import version
 _OF_FILES = (_abi.ERROR_FORMAT, _abi.ERROR_MISMATCH, _abi.ERROR_IO)
 #: the key of what a file keeps of Python's optimizer
 _KEY = "python"
+#: the stores of this process that have a file open, by its path
+_open = WeakValueDictionary()
 #: keys of groups that a file keeps elsewhere, or not at all
 _NOT_KEPT = ("params", "param_names", "train_mode", *_layout.TOLD)
 
@@ -347,6 +350,13 @@ class Store:
     def _open(self, engine, part, state):
         if self.closed:
             raise RuntimeError(f"halfstep: {self.path} was closed; make another optimizer from it")
+        place = os.path.realpath(self.path)
+        if self.exists and getattr(_open.get(place), "file", None) is not None:
+            raise RuntimeError(
+                f"halfstep: {self.path} holds the states of another optimizer of this process: call"
+                " its close_store() first. A notebook's cell that is run again leaves such a one"
+                " alive"
+            )
         path, options = os.fsencode(self.path), self.groups.options
         weights = [self.placement.weight_here(m) for m in engine.members]
         pointers = (c_void_p * len(weights))(*map(torch.Tensor.data_ptr, weights))
@@ -357,6 +367,7 @@ class Store:
         name = "store_open" if exists else "store_create"
         _call(name, path, part, pointers, byref(given), byref(file))
         self.file, self.exists, self.told = file, True, None
+        _open[place] = self
         for m in engine.members:
             state[m.p] = StoredState(self, m, self._numbers(m))
         if exists:

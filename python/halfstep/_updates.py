@@ -84,22 +84,27 @@ class Updates:
         if engine.store is not None:
             engine.store.prepare(engine, self.accumulation.after(stepped, micro), ready.keep)
         ahead = None if micro else self.placement.gather_results(engine)
-        code, handle = engine.step(micro, ahead)
-        if engine.asynchronous:
-            engine.keep_until_read([local(p.grad) for p in stepped if p.grad is not None])
-            if self.cache.empty and code == _abi.OK:  # their steps are counted here
-                code, handle = engine.hear()
-                engine.tell(self.groups.param_groups)
-        done = code == _abi.OK or self.groups.options.scan == "per-tensor"
-        if not micro:
-            self.placement.judge(engine, done)
-        if done:
-            self.accumulation.gathered(stepped if given is None else list(given), micro)
-        if micro:
-            self._finish(engine, code, (), (), handle)
-            return
-        self._finish(engine, code, back, stepped, handle)
-        if self.cache.empty and done:
+        code, written = None, ((), ()) if micro else (back, stepped)
+        try:
+            code, handle = engine.step(micro, ahead)
+            if engine.asynchronous:
+                engine.keep_until_read([local(p.grad) for p in stepped if p.grad is not None])
+                if self.cache.empty and code == _abi.OK:  # their steps are counted here
+                    code, handle = engine.hear()
+                    engine.tell(self.groups.param_groups)
+            done = code == _abi.OK or self.groups.options.scan == "per-tensor"
+            if not micro:
+                self.placement.judge(engine, done)
+            if done:
+                self.accumulation.gathered(stepped if given is None else list(given), micro)
+            self._finish(engine, code, *written, handle)
+        except BaseException as error:
+            # Ctrl-C may come in the middle. A result that was made ahead is known to be used only
+            # if the call has returned.
+            if not isinstance(error, Exception) and (ahead is None or code is not None):
+                self._land(engine, *written)
+            raise
+        if self.cache.empty and done and not micro:
             self.count_empty()
 
     def _agree(self):
@@ -138,18 +143,22 @@ class Updates:
         engine.set_gradient_scale(1.0)
         if m.offloaded:
             self.placement.arrive([m])
-        code = engine.step_one(m, *found, micro)
-        if micro:
-            back = ()
-        if engine.asynchronous and not m.offloaded:
-            engine.keep_until_read([local(grad), *ready.keep])
-        if code == _abi.NONFINITE and not micro:
-            engine.tell(self.groups.param_groups)
-            self.refusals.tell(engine, m.handle)
-            return
-        self.accumulation.gathered((m.p,), micro)
-        if code or back or not micro:
-            self._finish(engine, code, back, () if micro else (m.p,), m.handle, False)
+        written = ((), ()) if micro else (back, (m.p,))
+        try:
+            code = engine.step_one(m, *found, micro)
+            if engine.asynchronous and not m.offloaded:
+                engine.keep_until_read([local(grad), *ready.keep])
+            if code == _abi.NONFINITE and not micro:
+                engine.tell(self.groups.param_groups)
+                self.refusals.tell(engine, m.handle)
+                return
+            self.accumulation.gathered((m.p,), micro)
+            if code or not micro:
+                self._finish(engine, code, *written, m.handle, False)
+        except BaseException as error:
+            if not isinstance(error, Exception):  # Ctrl-C may come in the middle
+                self._land(engine, *written)
+            raise
 
     def count_empty(self, only=None):
         """Counts a step of each parameter without elements that has a gradient, or of `only`."""
@@ -175,6 +184,11 @@ class Updates:
                 return
         elif code:
             engine.check(code, handle)
+        self._land(engine, back, stepped)
+
+    def _land(self, engine, back, stepped):
+        """Writes back weights that were worked on in copies, and notes what a step has written. A
+        second call changes nothing."""
         offloaded = []
         for p, weight in back:
             if isinstance(p, Member):

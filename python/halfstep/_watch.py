@@ -332,11 +332,11 @@ class Watch:
             if hashes is not None:
                 hashes.fill_(UNKNOWN)
         self.given_out = []
-        if len(places) == len(self.notes):
-            self.some_known = self.hashing
         for i in places:
             self.notes[i].hashes = row_hashes(self.tensors[i]) if self.hashing else None
             self.notes[i].brought = False
+        if len(places) == len(self.notes):
+            self.some_known = self.hashing
 
     def bring(self, p, extra, hashes):
         """Takes a residual that was loaded with the hashes of its weight. The weight may come

@@ -9,7 +9,15 @@ import torch
 from . import _abi, _calls, _devices, _layout, _names, _sharding
 from ._abi import invoke, lib
 from ._handles import Handle, seed_of
-from ._parameters import PLAIN, check_gradient, check_parameter, dense, stored_dtype
+from ._parameters import (
+    PLAIN,
+    check_gradient,
+    check_parameter,
+    dense,
+    mark,
+    stored_dtype,
+    take_over,
+)
 from ._sharding import local, stored
 
 #: formats that halfstep_accumulate() can add into
@@ -38,6 +46,8 @@ def _named(parameters):
     return pairs
 
 
+#: kind of the owners of hooks, for take_over()
+_KIND = "GradientAccumulator"
 #: all accumulators; zero_grad() of an optimizer looks among them for those of its parameters
 _alive = weakref.WeakSet()
 
@@ -181,13 +191,14 @@ class GradientAccumulator:
     def attach(self):
         """Puts the hooks on the parameters, unless they are there already. Returns the
         accumulator."""
+        take_over([p for ref in self._params if (p := ref()) is not None], self, _KIND)
         for i, ref in enumerate(self._params):
             p = ref()
             if p is not None and not _live(self._hooks[i]) and p.requires_grad:
                 # The parameter holds the hook, and the hook holds the accumulator. The accumulator
                 # refers to its parameters weakly. A cycle would never be freed, because Python's
                 # cycle collector does not see hooks.
-                hook = partial(self._take, i)
+                hook = mark(partial(self._take, i), self, _KIND)
                 self._hooks[i] = p.register_post_accumulate_grad_hook(hook)
         return self
 

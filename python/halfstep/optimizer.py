@@ -102,7 +102,7 @@ class Kept:
     def __set__(self, optimizer, value):
         if not hasattr(optimizer, "_parts"):  # at the beginning of its constructor
             optimizer._make_parts()
-        setattr(optimizer._parts.options, self.name, value)
+        setattr(optimizer._parts.options, self.name, _abi.plainly(value))
 
 
 class Optimizer(torch.optim.Optimizer):

@@ -307,7 +307,7 @@ def _size(n):
 def _shape(name, given):
     shape = getattr(given, "shape", given)
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
-    if any(not isinstance(n, int) or n < 0 for n in shape):
+    if not all(map(_abi.is_count, shape)):
         raise ValueError(
             f"invalid shape {shape} of {name!r}: sizes are whole numbers of at least 0"
         )

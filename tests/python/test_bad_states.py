@@ -345,6 +345,79 @@ def test_names(names):
     refused("f32", lambda file: file.update(param_names=names), "param_names")
 
 
+@pytest.mark.parametrize(
+    "key_of", [str, list(SHAPES).__getitem__, lambda number: number + 7], ids=["str", "name", "+7"]
+)
+def test_states_of_parameters_that_no_group_lists(key_of):
+    """Such as those whose numbers JSON has made text. They would be lost."""
+
+    def change(file):
+        file["state"] = {key_of(number): state for number, state in file["state"].items()}
+
+    said = f"states under {key_of(0)!r}, .*its groups list the parameters 0, 1, 2: use the same"
+    refused("f32", change, said)
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (lambda file: {"state": file["state"]}, "this is a dictionary of 'state': give what"),
+        (lambda file: {"param_groups": file["param_groups"]}, "a dictionary of 'param_groups'"),
+        (lambda file: {}, "an empty dictionary"),
+        (lambda file: None, "of type NoneType"),
+        (lambda file: list(file["state"].values()), "of type list"),
+        (lambda file: {"optimizer": file}, r"holds one, at \['optimizer'\]: give load_state_dict"),
+        (lambda file: [file, file], r"holds 2 of them, at \[0\], \[1\]: give load_state_dict"),
+        (lambda file: {"opt": {"g": file, "d": file}}, r"at \['opt'\]\['g'\], \['opt'\]\['d'\]"),
+    ],
+)
+def test_what_is_no_state_of_an_optimizer(change, said):
+    params, opt = trained("int8")
+    before = everything(opt, params)
+    with pytest.raises(ValueError, match=said):
+        opt.load_state_dict(change(opt.state_dict()))
+    assert everything(opt, params) == before
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8", "int4", "bf16"])
+@pytest.mark.parametrize("written", [False, True])
+def test_states_that_a_trainer_cuts_by_name(kind, written):
+    """As trainers of points do. The error says what to do about codes and residuals."""
+    params, opt = trained(kind)
+    old, rows = params["matrix"], torch.arange(24) % 2 == 0
+    state = opt.state.pop(old)
+    assert state.get("exp_sq") is None
+    for made in (copy.deepcopy(state), opt.state_dict()["state"][0], saved(dict(state))):
+        assert type(made) is dict
+    with pytest.raises(KeyError, match="'exp_sq'"):
+        state["exp_sq"]
+    if kind != "bf16":
+        assert "exp_avg" not in state and state.get("exp_avg") is None
+        with pytest.raises(KeyError, match=r"optimizer.read_state\(p, 'exp_avg'\)"):
+            state["exp_avg"]
+    new = torch.nn.Parameter(old.detach() if written else old.detach()[rows])
+    for name in ("exp_avg", "exp_avg_sq"):
+        if kind == "bf16":
+            state[name] = state[name][rows]
+        elif written:
+            state[name] = torch.zeros_like(new)
+    opt.state[new] = state
+    group = opt.param_groups[0]
+    group["params"][1] = new
+    new.grad = torch.ones_like(new)
+    before = new.detach().clone()
+    said = "has both a state" if written and kind != "bf16" else "cut or extend all tensors"
+    with pytest.raises(ValueError, match=f"'matrix'.* {said}"):
+        opt.step()
+    assert torch.equal(new, before)
+    if not written:  # all tensors by rows
+        for key, value in state.items():
+            if value.dim() and len(value) == 24:
+                state[key] = value[rows]
+        opt.step()
+        assert not torch.equal(new, before) and opt.state[new]["step"] == 3
+
+
 @pytest.mark.parametrize("state", [3, [1], "x", torch.ones(3)], ids=repr)
 def test_a_state_that_is_no_dictionary(state):
     refused("f32", lambda file: file["state"].update({1: state}))

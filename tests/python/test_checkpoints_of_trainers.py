@@ -11,10 +11,12 @@ import os
 import pickle
 import re
 import sys
+from functools import partial
 
 import pytest
 import torch
 from common import OPTIONS, ROOT, bits, plain, states, tiny
+from conftest import told
 from torch import nn
 
 import halfstep
@@ -318,6 +320,23 @@ def test_damaged_files_are_told(tmp_path, begin):
     refuses(tmp_path, "optimizer.pt (is damaged or no checkpoint|cannot be read without running)")
 
 
+@pytest.mark.parametrize("kind", ["zip", "legacy", "safetensors"])
+def test_half_a_file_is_told(tmp_path, kind):
+    model, opt = trained()
+    path = tmp_path / f"optimizer.{'safetensors' if kind == 'safetensors' else 'pt'}"
+    if kind == "safetensors":
+        opt.save_safetensors(path)
+    else:
+        torch.save(opt.state_dict(), path, _use_new_zipfile_serialization=kind == "zip")
+    whole = path.read_bytes()
+    for part in (20, 30, 95, 2 * len(whole) // 5, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:part])
+        refuses(path, "is damaged or no checkpoint|cannot be read without running")
+    if kind == "safetensors":
+        with pytest.raises(ValueError, match="is damaged or no checkpoint .* save_safetensors"):
+            halfstep.AdamW(model.named_parameters(), **OPTIONS).load_safetensors(path)
+
+
 def test_no_code_of_a_file_is_run(tmp_path):
     torch.save({"optimizer": Evil()}, tmp_path / "optimizer.pt")
     refuses(tmp_path, "cannot be read without running code of it")
@@ -329,7 +348,9 @@ def test_no_code_of_a_file_is_run(tmp_path):
 def test_what_holds_no_states(tmp_path):
     refuses(tmp_path, "holds no state of an optimizer; halfstep takes optimizer.pt")
     torch.save({"model": tiny().state_dict()}, tmp_path / "a.ckpt")
-    refuses(tmp_path, "holds no state of one optimizer")
+    refuses(tmp_path, "holds no state of an optimizer; halfstep takes optimizer.pt")
+    torch.save({"param_groups": trained()[1].state_dict()["param_groups"]}, tmp_path / "a.ckpt")
+    refuses(tmp_path, "saved before the first step, or without them")
     torch.save({}, tmp_path / "b.ckpt")
     refuses(tmp_path, "holds 2 states of optimizers, 'a.ckpt', 'b.ckpt'")
     unstepped = halfstep.AdamW(tiny().named_parameters(), **OPTIONS)
@@ -397,6 +418,115 @@ def test_states_of_torch(tmp_path):
     assert opt.param_groups[0]["lr"] == 0.5
     for p in model.parameters():
         assert bits(opt.state[p]["exp_avg"]) == bits(theirs.state[p]["exp_avg"])
+
+
+def pair_of(muon, adamw, model, named=True):
+    """Makes an optimizer for matrices and one for the rest, and makes two steps."""
+    pairs = [
+        [(n, p) if named else p for n, p in model.named_parameters() if (p.dim() == 2) == matrix]
+        for matrix in (True, False)
+    ]
+    opts = muon(pairs[0], lr=1e-2), adamw(pairs[1], lr=1e-2)
+    for step in range(2):
+        advance(model, opts, step)
+    return opts
+
+
+def advance(model, opts, step):
+    x = batch(step).to(next(model.parameters()).dtype)
+    (model(x) - 1).float().square().mean().backward()
+    for opt in opts:
+        opt.step()
+        opt.zero_grad()
+
+
+#: how a program may put the states of two optimizers into one file
+PAIRS = {
+    "names": lambda muon, adamw: {"muon": muon, "adamw": adamw},
+    "the other order": lambda muon, adamw: {"adamw": adamw, "muon": muon, "epoch": 1},
+    "list": lambda muon, adamw: [adamw, muon],
+    "Lightning": lambda muon, adamw: {"optimizer_states": [muon, adamw], "loops": {}},
+    "inside": lambda muon, adamw: {"model": {}, "optimizer": {"a": muon, "b": adamw}},
+    "Accelerate": None,
+}
+
+
+def save_pair(folder, how, first, second):
+    if PAIRS[how]:
+        torch.save(PAIRS[how](first, second), folder / "optimizer.pt")
+        return folder / "optimizer.pt"
+    torch.save(second, folder / "optimizer.bin")
+    torch.save(first, folder / "optimizer_1.bin")
+    return folder
+
+
+@pytest.mark.parametrize("how", PAIRS)
+@pytest.mark.parametrize("named", [True, False])
+def test_a_pair_of_muon_and_adamw(tmp_path, how, named):
+    """Torch's two optimizers go on as one of ours, with their states to the bit."""
+    model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 64))
+    theirs = pair_of(torch.optim.Muon, torch.optim.AdamW, model, named)
+    other = copy.deepcopy(model)
+    path = save_pair(tmp_path, how, *(opt.state_dict() for opt in theirs))
+    options = {"lr": 1e-2, "adamw": {"lr": 1e-2}, "states": "f32"}
+    with told("by their positions", not named):
+        opt = halfstep.Muon(other.named_parameters(), states_from=path, **options)
+    states_of = {**theirs[0].state, **theirs[1].state}
+    for p, q in zip(model.parameters(), other.parameters()):
+        for key, value in states_of[p].items():
+            assert key == "step" or bits(value) == bits(opt.state[q][key])
+    advance(model, theirs, 2)
+    advance(other, [opt], 2)
+    for p, q in zip(model.parameters(), other.parameters()):
+        assert torch.allclose(p, q, atol=2e-3)
+    with pytest.raises(
+        ValueError, match=r"load_states\(\) takes a file with the states of torch's"
+    ):
+        opt.load_state_dict(theirs[0].state_dict())
+
+
+def test_a_pair_of_ours(tmp_path):
+    """Residuals, hashes of weights and random bits come along."""
+    options = {"weights": "bf16-ecc8", "states": "int8", "seed": 3}
+    model = tiny()
+    opts = pair_of(partial(halfstep.Muon, **options), partial(halfstep.AdamW, **options), model)
+    other = copy.deepcopy(model)
+    path = save_pair(tmp_path, "names", *(opt.state_dict() for opt in opts))
+    options["adamw"] = {"lr": 1e-2}
+    opt = halfstep.Muon(other.named_parameters(), lr=1e-2, states_from=path, **options)
+    for step in range(2, 4):
+        advance(model, opts, step)
+        advance(other, [opt], step)
+    for p, q in zip(model.parameters(), other.parameters()):
+        assert bits(p) == bits(q)
+
+
+@pytest.mark.parametrize("how", PAIRS)
+def test_two_optimizers_that_do_not_fit(tmp_path, how):
+    """A GAN's. The error says that there are two, and where."""
+    (_, first), (_, second) = trained(), trained()
+    path = save_pair(tmp_path, how, first.state_dict(), second.state_dict())
+    where = "optimizer.bin, optimizer_1.bin" if how == "Accelerate" else r"\[.*\], \["
+    refuses(path, f"holds states of 2 optimizers, {where}.*one of them. Together they do not fit")
+    if path.is_file():
+        with pytest.raises(
+            ValueError, match=r"holds 2 of them, at \[.*\], \[.*give load_state_dict"
+        ):
+            first.load_state_dict(torch.load(path))
+
+
+def test_groups_of_other_rules(tmp_path):
+    """torch's AdamW had an embedding that Muon steps here."""
+    model = nn.Sequential(nn.Embedding(8, 32), nn.Linear(32, 32, bias=False))
+    theirs = torch.optim.AdamW(model.named_parameters(), lr=1e-2)
+    model(torch.arange(4)).sum().backward()
+    theirs.step()
+    torch.save(theirs.state_dict(), tmp_path / "optimizer.pt")
+    opt = halfstep.Muon(model.named_parameters(), adamw={"lr": 1e-2})
+    said = "has no state 'momentum_buffer', which muon needs; it has .*'exp_avg'.*the same rules"
+    with pytest.raises(ValueError, match=said):
+        opt.load_states(tmp_path)
+    assert not opt.state
 
 
 def test_frozen_parameters_and_a_later_load(tmp_path):

@@ -573,6 +573,18 @@ def test_release_matches_ordinary_steps():
             assert torch.equal(runs[0][0], found) and all(map(torch.equal, runs[0][1], moments))
 
 
+def test_a_second_release_takes_over():
+    model = low()
+    first, second = (ours.FlashSGD(model.parameters(), lr=lr) for lr in (0.1, 0.0))
+    ours.enable_gradient_release(model, first)
+    with told("another optimizer with gradient release takes the gradients of 6"):
+        ours.enable_gradient_release(model, second)
+    before = [p.detach().clone() for p in model.parameters()]
+    model(torch.randn(4, 64).bfloat16()).float().square().mean().backward()
+    assert all(map(torch.equal, model.parameters(), before)) and not first.state
+    assert all(p.grad is None for p in model.parameters())
+
+
 def test_release_warns_filters_and_refuses(caught):
     model = low()
     opt = ours.FlashSGD(model.parameters(), lr=0.1)

@@ -18,7 +18,7 @@ import weakref
 
 import pytest
 import torch
-from conftest import streams
+from conftest import streams, told
 
 import halfstep
 from halfstep.accumulate import GradientAccumulator
@@ -670,6 +670,17 @@ def test_a_gradient_left_by_other_means_is_added():
     assert torch.equal(p.grad.float(), torch.full((8,), 5.0))
     accumulator.reassign()  # nothing more to give, and a gradient is there
     assert torch.equal(p.grad.float(), torch.full((8,), 5.0))
+
+
+def test_an_accumulator_that_is_made_again_takes_over():
+    p, q = bf16(8), bf16(8)
+    first = GradientAccumulator([p, q]).attach()
+    with told("another GradientAccumulator takes the gradients of 1 of these"):
+        second = GradientAccumulator([q]).attach()
+    (2 * p + 3 * q).sum().backward()
+    second.reassign()
+    assert torch.equal(q.grad.float(), torch.full((8,), 3.0)) and p.grad is None
+    assert first.attached and second.attached
 
 
 def test_the_context_forgets_after_an_exception():

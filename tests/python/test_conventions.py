@@ -2,6 +2,7 @@
 
 import copy
 import doctest
+import importlib
 import inspect
 import math
 import os
@@ -25,6 +26,7 @@ from conftest import (
     run,
     same,
     same_steps,
+    saved,
     set_gradients,
     states,
     twins,
@@ -526,6 +528,50 @@ def test_groups_of_any_kind():
     opt.step()
     assert abs(p[0].item()) < 0.1 and q[0].item() < -0.9
     assert repr(opt) and opt.state[p]["step"].item() == 2
+
+
+def test_numbers_of_other_classes(tmp_path):
+    """NumPy's numbers, and what Python takes for a whole number, are kept as Python's own."""
+    numpy = pytest.importorskip("numpy")
+    ends = []
+    for whole in (int, numpy.int64, numpy.uint8, numpy.array, torch.tensor):
+        p = Parameter(torch.ones(64, 48))
+        of_group = int if whole in (numpy.array, torch.tensor) else whole
+        opt = halfstep.CPUOffload(
+            [
+                {"params": [("p", p)], "heads": of_group(2)},
+                {"params": [("q", Parameter(torch.ones(6, 40)))], "split": [of_group(3)] * 2},
+            ],
+            "muon",
+            threads=whole(1),
+            clip_norm=1 if whole is int else numpy.float32(1),
+            minimal_size=of_group(8),
+            seed=whole(3),
+        )
+        for group in opt.param_groups:
+            group["params"][0].grad = torch.ones_like(group["params"][0])
+        opt.step()
+        assert type(opt.threads) is int and type(opt.minimal_size) is int
+        opt.load_state_dict(saved(copy.deepcopy(opt).state_dict()))
+        opt.step()
+        ends.append((bits(p), opt.threads, opt.clip_norm))
+    assert all(end == ends[0] for end in ends)
+    for wrong in (True, numpy.bool_(True), numpy.float64(1.5), 1.5, "1"):
+        with pytest.raises(ValueError, match="threads="):
+            halfstep.AdamW([p], threads=wrong)
+
+
+def test_a_reload_is_refused_and_changes_nothing():
+    """Optimizers that live would hold structures of the old classes."""
+    params, opt = make("adamw", "ecc8-int8")
+    run(opt, params, 0, 2)
+    with pytest.raises(ImportError, match="restart Python"):
+        importlib.reload(_abi)
+    others, other = make("adamw", "ecc8-int8")
+    run(other, others, 0, 2)
+    for o, its in ((opt, params), (other, others)):
+        run(o, its, 2, 3)
+    same(opt, other, params, others)
 
 
 def test_subclasses_of_users():

@@ -170,6 +170,7 @@ def test_bad_parameters(rule, kind):
     with pytest.raises(ANY) as caught:
         class_of(rule)([*params.items(), (NAME, bad)], **SOUND).step()
     assert NAME in str(caught.value), str(caught.value)
+    assert ("torch.view_as_real()" in str(caught.value)) == bad.is_complex()
     assert weights_of(params) == before
 
 

@@ -277,6 +277,47 @@ def test_a_flat_checkpoint_of_torch():
         )
 
 
+def with_keys(file, key_of):
+    """Returns a state dictionary with other keys of parameters, by their numbers."""
+    groups = [
+        {key: value for key, value in group.items() if key != "param_names"}
+        | {"params": [key_of(number) for number in group["params"]]}
+        for group in file["param_groups"]
+    ]
+    state = {key_of(number): value for number, value in file["state"].items()}
+    return {"state": state, "param_groups": groups}
+
+
+@pytest.mark.parametrize("wrapper", ["", "module."])
+def test_names_in_place_of_numbers_in_another_order(wrapper):
+    """As get_optimizer_state_dict() gives them, without torch putting them in our order."""
+    params, opt = trained("ecc8-int8")
+    file = with_keys(saved(opt.state_dict()), lambda number: wrapper + list(params)[number])
+    others, other = another(params, "cab", "ecc8-int8")
+    other.load_state_dict(file)
+    go_on(params, opt, others, other)
+    # Without names here, or with others, the positions count.
+    for pairs in (twins(params).values(), zip("xyz", twins(params).values())):
+        by_place = halfstep.AdamW(pairs, lr=0.5, weights="bf16-ecc8", states="int8")
+        by_place.load_state_dict(file)
+        assert list(states(by_place).values()) == plain(list(file["state"].values()))
+
+
+def test_keys_of_numbers_as_text(tmp_path):
+    """As JSON has them, in the states and in the groups."""
+    params, opt = trained("ecc8-int8")
+    file = with_keys(saved(opt.state_dict()), str)
+    others, other = another(params, "abc", "ecc8-int8")
+    other.load_state_dict(file)
+    go_on(params, opt, others, other)
+    names = opt.state_dict()["param_names"]
+    torch.save({**file, "param_names": names}, tmp_path / "optimizer.pt")
+    params, opt = trained("ecc8-int8")
+    others, other = another(params, "cab", "ecc8-int8")
+    other.load_states(tmp_path)
+    assert plain(other.state[others["a"]]) == plain(opt.state[params["a"]])
+
+
 @pytest.mark.told("the loaded states are .* converted")
 def test_states_of_optimi_in_another_order():
     params = tensors(torch.bfloat16)

@@ -21,6 +21,7 @@ from conftest import (
     same_steps,
     saved,
     states,
+    told,
     train,
     warnings_are,
     weights_of,
@@ -93,6 +94,61 @@ def test_hooks_are_registered_once_and_die_with_the_optimizer():
     loss_of(model, 2).backward()
     assert weights_of(model) == before
     assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("part", [False, True])
+def test_an_optimizer_that_is_made_again_takes_over(part):
+    """The first one lives on, as in a notebook whose cell is run again. It keeps what the second
+    one does not have."""
+    model, opt, other, reference = pair()
+    train(model, opt, 0, 2)
+    train(other, reference, 0, 2)
+    left = [model[0], model[2]] if part else []
+    here, there = (m[4] if part else m for m in (model, other))
+    with told("another optimizer with gradient release takes the gradients of"):
+        second = halfstep.AdamW(here.parameters(), seed=1, gradient_release=True)
+    again = halfstep.AdamW(there.parameters(), seed=1)
+    before = {p: bits(opt.state[p]["exp_avg"]) for p in model.parameters()}
+    for step in (2, 3):
+        for m, optimizers in ((model, (second, opt)), (other, (again, reference))):
+            loss_of(m, step).backward()
+            if m is other:  # the parameters that the second one has are stepped by it alone
+                again.step()
+                again.zero_grad()
+            for o in optimizers[: 1 + part]:
+                o.step()
+                o.zero_grad()
+    assert weights_of(model) == weights_of(other)
+    for p, found in before.items():
+        moved = any(p is q for m in left for q in m.parameters())
+        assert (bits(opt.state[p]["exp_avg"]) != found) == moved
+    with pytest.raises(RuntimeError, match="call remove_gradient_release"):
+        for step in range(3):  # in a loop that has forgotten the second one
+            loss_of(model, step).backward()
+            opt.step()
+
+
+@pytest.mark.parametrize("what", ["parameter", "group"])
+def test_what_leaves_the_groups_is_left_alone(what):
+    """Its gradient stays, as beside torch's optimizers, and it may come back."""
+    models = network(), network()
+    opts = []
+    for model, release in zip(models, (True, False)):
+        groups = [{"params": list(layer.parameters())} for layer in (model[0], model[2], model[4])]
+        opt = halfstep.AdamW(groups, lr=0.01, seed=1, gradient_release=release)
+        train(model, opt, 0, 2)
+        left = opt.param_groups[0]["params"].pop() if what == "parameter" else model[0].weight
+        if what == "group":
+            opt.param_groups.pop(0)
+        train(model, opt, 2, 4)
+        opts.append((opt, left))
+    assert weights_of(models[0]) == weights_of(models[1])
+    assert bits(opts[0][1].grad) == bits(opts[1][1].grad)
+    for model, (opt, left) in zip(models, opts):
+        left.grad = None
+        opt.param_groups[0]["params"].append(left)
+        train(model, opt, 4, 6)
+    same(*(opt for opt, _ in opts), *models)
 
 
 def test_schedulers_in_release_without_step():

@@ -3,6 +3,8 @@ somebody else has written has none. A weight that only seems to be written keeps
 
 import copy
 import itertools
+import os
+import sys
 import warnings
 
 import pytest
@@ -11,6 +13,8 @@ from conftest import (
     COPIES,
     bits,
     class_of,
+    everything,
+    make,
     named,
     plain,
     randn,
@@ -27,6 +31,7 @@ from conftest import (
 from torch import nn
 
 import halfstep
+import halfstep.nn
 from halfstep import EMA
 
 FORMATS = {
@@ -358,7 +363,8 @@ def test_masks_lose_residuals_and_write_weight_keeps_them():
         mask = torch.ones(8, 64)
         mask[:, ::2] = 0
         opt = halfstep.SGD([("p", p)], lr=2.0**-13, weights="bf16-ecc16")
-        with told("'p' was written", way == "mul_"):
+        said = r"'p' was written.* a mask or a normalization, call optimizer.write_weight\("
+        with told(said, way == "mul_"):
             for _ in range(64):
                 p.grad = torch.ones_like(p)
                 opt.step()
@@ -370,6 +376,29 @@ def test_masks_lose_residuals_and_write_weight_keeps_them():
         ends[way] = opt.read_weight(p)
     assert torch.equal(ends["write_weight"], ends["f32"])
     assert ends["f32"][0, 1] == 1 - 2.0**-7 and ends["mul_"][0, 1] == 1.0
+
+
+@pytest.mark.parametrize("weights", ["bf16-ecc8", "bf16-sr", "int8-ecc4", "int8-sr"])
+def test_two_optimizers_of_one_weight(weights):
+    """The warning's remedy: weights without residuals move as far as they should."""
+    layer = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
+    nn.init.ones_(layer.weight)
+    kind, _, how = weights.partition("-")
+    if kind == "int8":
+        halfstep.nn.quantize_(layer, weights)
+        weights = None
+    begin = layer.weight.detach().to(torch.float32)
+    opts = [
+        halfstep.SGD([("p", layer.weight)], lr=2.0**-13, weights=weights, seed=i) for i in range(2)
+    ]
+    remedy = r"quantize_\(model, 'int8-sr'\)" if kind == "int8" else "weights='bf16-sr'"
+    with told(f"'p' was written.* another optimizer, take .*{remedy}", how != "sr"):
+        for _ in range(64):
+            for opt in opts:
+                layer.weight.grad = torch.ones(64, 64, dtype=torch.bfloat16)
+                opt.step()
+    moved = (begin - layer.weight.detach().float()).mean().item() * 2.0**6
+    assert abs(moved - 1) < 0.05 if how != "ecc8" else moved < 0.9
 
 
 @pytest.mark.parametrize("rule", ["schedulefree", "ranger"])
@@ -417,6 +446,68 @@ def test_weights_of_inference_mode(silent):
             p.grad = torch.ones_like(p)
             opt.step()
     assert opt.state[p]["weight.extra"].any()
+
+
+# ---- Interrupts ----------------------------------------------------------------------------------
+
+
+def interrupted(act, p, lines):
+    """Makes a call, and Ctrl-C in it: so many lines of the package after those that write p.
+    Returns True if the call had so many lines."""
+    package, before = os.path.dirname(halfstep.__file__), p.detach().clone()
+    passed = 0
+
+    def in_function(frame, event, _):
+        nonlocal passed
+        if event == "line" and (passed or not torch.equal(p, before)):
+            passed += 1
+            if passed > lines:
+                raise KeyboardInterrupt
+        return in_function
+
+    def begins(frame, event, _):
+        return in_function if frame.f_code.co_filename.startswith(package) else None
+
+    found = sys.gettrace()
+    sys.settrace(begins)
+    try:
+        act()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(found)
+    return passed > lines
+
+
+@pytest.mark.parametrize("way", ["step", "strided"])
+def test_an_interrupt_at_any_line_costs_nothing(way):
+    """It ends a step, or the step of one parameter, whose weights and states are new already."""
+
+    def begin():
+        params, opt = make("adamw", "ecc8-int8", shapes={"matrix": (4, 40)}, lr=1e-3, clip_norm=1)
+        params["strided"] = nn.Parameter(torch.ones(8, 80, dtype=torch.bfloat16)[:, ::2])
+        opt.add_param_group({"params": [("strided", params["strided"])]})
+        run(opt, params, 0, 2)
+        return params, opt
+
+    def act():
+        opt.step() if way == "step" else opt.step_param(params[way])
+
+    pairs = begin(), begin()
+    for lines in itertools.count():
+        for params, opt in pairs:
+            set_gradients(params, lines)
+        params, opt = pairs[0]
+        ended = not interrupted(act, params["matrix" if way == "step" else way], lines)
+        params, opt = pairs[1]
+        act()
+        for params, opt in pairs if way != "step" else ():
+            opt.zero_grad()
+            opt.step()
+        assert everything(opt, params) == everything(*reversed(pairs[0])), lines
+        if ended:
+            break
+    assert lines > 20
 
 
 # ---- Compiled steps ------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from typing import Any, Callable, Dict, Iterable, List, Literal, Optional, Tuple
 import torch
 from torch import Tensor, nn
 
-from .. import _abi, _convert, _devices, _layout, _release
+from .. import _abi, _convert, _devices, _layout, _parameters, _release
 from .._options import Options
 from .._torch import warn
 from ..optimizer import Kept, Optimizer, unwrapped
@@ -617,7 +617,7 @@ def enable_gradient_release(
 
     def hook(p):
         held = this()
-        if held is None or p.grad is None:
+        if held is None or p.grad is None or not held._parts.release.has(p):
             return
         _release.check_not_scaled()
         group = held.param_groups[group_of[id(p)]]
@@ -625,11 +625,10 @@ def enable_gradient_release(
             held.step_param(p, group)
         p.grad = None
 
-    hooks = [
-        p.register_post_accumulate_grad_hook(hook)
-        for p in model.parameters()
-        if p.requires_grad and id(p) in group_of
-    ]
+    params = [p for p in model.parameters() if p.requires_grad and id(p) in group_of]
+    _parameters.take_over(params, optimizer, _release.OPTIMIZER)
+    _parameters.mark(hook, optimizer, _release.OPTIMIZER)
+    hooks = [p.register_post_accumulate_grad_hook(hook) for p in params]
     optimizer._parts.release.add(hooks)
     optimizer.gradient_release = bool(optimizer._parts.release.hooks)
     return GradientReleaseHandle(hooks, optimizer)

@@ -471,10 +471,13 @@ def prepare_for_gradient_release(
     _release.watch_scalers()
 
     def hook(p):
+        if not optimizer._parts.release.has(p):
+            return
         _release.check_not_scaled()
         optimizer.step(param=p)
         optimizer.zero_grad(param=p)
 
+    _parameters.mark(hook, optimizer, _release.OPTIMIZER)
     hooks = model._gradient_release_hooks = _Hooks(
         p.register_post_accumulate_grad_hook(hook) for p in parameters
     )
