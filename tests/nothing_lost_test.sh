@@ -149,8 +149,6 @@ without_polish() {
         rm -r report/runs
     done
     polished convert run model.safetensors --to f32 >out || bad "convert: $(cat err)"
-    polished convert run run.states --to store >out || bad "convert to a file of states: $(cat err)"
-    polished convert run.states again --to checkpoint >out || bad "convert from a file of states: $(cat err)"
 }
 
 # An output that is a link is written where it leads to. A folder is not made through a link, which is said.
@@ -167,7 +165,6 @@ links_as_outputs() {
         compare lm "${small[@]:2}" --steps 1 --recipes adamw/f32,adamw/bf16 --out later
     refused 1 'astray: it is a link to nowhere/file, which does not exist' convert run astray --to f32
     refused 1 'astray: it is a link to nowhere/file, which does not exist' "${small[@]}" --steps 2 --log astray
-    refused 1 'later: it is a link to far/later, which does not exist' convert run later --to store
     [ "$(ls far)" = "$(printf 'log.csv\nmodel.safetensors')" ] || bad "left: $(ls far)"
 }
 
@@ -187,7 +184,6 @@ limit_of_file_sizes() {
     [ "$(step_of run)" = 3 ] || bad "step $(step_of run)"
     limited "${small[@]}" --width 32 --steps 4 --checkpoint other --checkpoint-every 2
     limited convert run model.safetensors --to f32
-    limited convert run run.states --to store
 }
 
 # ---- Two runs ----

@@ -43,6 +43,38 @@ static int program(const char *line)
     return status;
 }
 
+/* Makes a file that keeps the states of two tensors, after two steps. The second tensor has a group of its own, with
+ * `second` for its recipe. */
+static void put_store(const char *name, const char *first, const char *second)
+{
+    static uint16_t weight[2][64 * 128];
+    static float gradient[64 * 128];
+    static void *weights[] = {weight[0], weight[1]};
+    static const void *const gradients[] = {gradient, gradient};
+    halfstep_optimizer *optimizer;
+    halfstep_store *store;
+    char error[600];
+    int32_t index;
+    const halfstep_options options = {.struct_size = sizeof options, .seed = 1};
+    const halfstep_call step = {.struct_size = sizeof step, .weights = weights, .gradients = gradients};
+    demand(!halfstep_create(&options, &optimizer), "no optimizer");
+    for (int i = 0; i < 2; i++) {
+        halfstep_tensor tensor = {.struct_size = sizeof tensor,
+                                  .name = i ? "norm.weight" : "lm_head.weight",
+                                  .ndim = 2 - i,
+                                  .rows = i ? 8 : 64,
+                                  .row_length = i ? 1 : 128,
+                                  .gradient = "f32"};
+        demand(!halfstep_add_group(optimizer, i ? second : first, &tensor.group), "a group");
+        const int failed = halfstep_add_tensor(optimizer, &tensor, &index);
+        demand(!failed, halfstep_error_detail(optimizer));
+    }
+    demand(!halfstep_store_create(name, optimizer, weights, NULL, &store, error, sizeof error), error);
+    for (int i = 0; i < 2; i++) demand(!halfstep_run(optimizer, &step), "a step");
+    halfstep_store_close(store);
+    halfstep_destroy(optimizer);
+}
+
 static const char *const names[] = {"trainer.json", "config.json", "optimizer.safetensors", "history.safetensors",
                                     "model.safetensors"};
 

@@ -9,7 +9,6 @@
 #include "common/args/args.h"
 #include "common/progress.h"
 #include "program_lines.h"
-#include "trainer/files/store_file.h"
 #include "trainer/run/train.h"
 
 #define LM                                                                                                        \
@@ -554,60 +553,31 @@ static void test_convert(void)
 
 /* ---- Other commands ---------------------------------------------------------------------------------------------- */
 
-/* Makes a file of states in which one text of train lm is another. */
-static void put_store(const char *name, const char *key, const char *value)
-{
-    struct store_file file;
-    char line[600], why[600];
-    snprintf(line, sizeof line, LM "--quiet --steps 2 --store %s", name);
-    demand(!program(line), program_errors);
-    demand(!store_file_open(name, &file, why, sizeof why), why);
-    demand(!halfstep_store_set_value(file.store, key, value, why, sizeof why), why);
-    demand(!halfstep_flush(file.optimizer, file.weights), halfstep_error_detail(file.optimizer));
-    store_file_close(&file);
-}
-
-/* Files of states: what is refused, and what the file says. */
+/* Files of states: only inspect takes them. */
 static void test_store(void)
 {
     static const struct refusal table[] = {
-        {2, "--store kept: the file is the checkpoint; leave --checkpoint out", LM "--store kept --checkpoint new"},
-        {2, "--store new: there is no such file to resume", LM "--store new --resume"},
-        {2, "--store kept: every step is kept, the last one only", LM "--store kept --keep 2"},
-        {2, "--store s: compare makes many runs", COMPARE "--recipes sgd/f32 --out r --store s"},
-        {1, "text is not a file of states", LM "--store text"},
-        {1, "--lr is 1 here but 0.001 in kept", LM "--store kept --lr 1"},
-        {1, "--steps is 1, but kept is already at step 2", LM "--store kept --steps 1"},
-        {1, "--val holds other bytes", LM "--store valued --val short --steps 3"},
-        {1, "nowhere/new", LM "--steps 1 --store nowhere/new"},
-        {2, "--log and --store are the same file, both", LM "--steps 1 --store both --log both"},
-        {1, "kept is a file of states; first make a checkpoint of it", "convert kept new --to bf16"},
-        {1, "kept is a file of states already", "convert kept new --to store"},
-        {1, "base is no file of states (--store); --to optimizer needs one", "convert base new --to optimizer"},
-        {2, "--tensors: --to store takes all tensors", "convert base new --to store --tensors x"},
-        {1, "no checkpoint in text", "convert text new --to store"},
-        {1, "micro is in the middle of a step", "convert micro new --to checkpoint"},
-        {1, "micro: its losses of micro-steps are damaged", LM "--store micro --steps 3"},
-        {1, "past: its history cannot be read", LM "--store past --steps 3"},
-        {1, "past: its history cannot be read", "convert past new --to checkpoint"},
-        {1, "foreign has no trainer.json: another program made it", LM "--store foreign --steps 3"},
+        {2, "unknown option --store; save with --checkpoint DIR", LM "--store new"},
+        {2, "unknown option --store; save with --checkpoint DIR", "train lm --store=new --resume"},
         {1, "cut", "inspect cut"},
-        {1, "cut", LM "--store cut --steps 3"},
+        {1, "kept is a file of states", LM "--init kept"},
+        {1, "kept is a file of states", "generate --checkpoint kept"},
+        {1, "kept is a file of states", "plan --checkpoint kept"},
+        {1, "kept is a file of states", "convert kept new --to bf16"},
+        {2, "--to is store; it must be one of int8-sr, int8-ecc4, bf16, f32", "convert base new --to store"},
     };
-    demand(!program(LM "--quiet --steps 2 --recipe adamw/bf16-sr/int8 --store kept"), program_errors);
-    CHECK(strstr(printed, "saved in kept\n"), "%s", printed);
-    demand(!program(LM "--quiet --steps 2 --val text --store valued"), program_errors);
-    put_store("micro", STORE_MICRO_STEPS, "1 2.5");
-    put_store("past", STORE_HISTORY, "2 1 5 2");
-    put_store("foreign", STORE_TRAINER, NULL);
+    put_store("kept", "adamw/bf16-sr/int8", "adamw/bf16-sr/int8");
+    put_store("groups", "adamw/bf16-sr/int8", "lion/bf16-ecc8/int8");
     put_file("cut", "halfstep states\n and no more", 28);
+    uint64_t before = contents(".");
     accept("step 2, recipe adamw/bf16-sr/int8, seed 1", "inspect kept");
-    CHECK(strstr(printed, "--recipe adamw/bf16-sr/int8") && strstr(printed, "lm_head.weight  256 x 8, weight bf16-sr"),
-          "%s", printed);
-    accept("\"saves\": ", "inspect kept --json");
+    CHECK(strstr(printed, "lm_head.weight  64 x 128, weight bf16-sr, exp_avg int8, exp_avg_sq int8\n"), "%s", printed);
+    CHECK(strstr(printed, "  generator = lattice\n") && strstr(printed, " with weights\n"), "%s", printed);
+    accept("\"saves\": 3,", "inspect kept --json");
     CHECK(strstr(printed, "\"exp_avg_sq\": {") && strstr(printed, "\"format\": \"bf16-sr\""), "%s", printed);
-    accept("\"params\": 5144", "plan --checkpoint kept --json");
-    accept("", "generate --checkpoint kept --bytes 4");
+    accept("recipe of several groups, seed 1", "inspect groups");
+    accept("\"recipe\": \"lion/bf16-ecc8/int8\"", "inspect groups --json");
+    CHECK(contents(".") == before, "inspect has changed a file");
     REFUSE_ALL(table);
 }
 

@@ -59,13 +59,8 @@ static const struct {
     {ALL, "convert kahan new.csv --to int8-sr --json"},
     {ALL, "inspect packed"},
     {HASH, LM "--steps 1 --init packed --recipe adamw/int8-ecc4 --json"},
-    {HASH, LM "--steps 2 --recipe adamw/bf16-kahan/int8 --store new.csv --json"},
-    {HASH, LM "--steps 1 --init kept --recipe adamw/bf16-kahan --json"},
-    {ALL, "generate --checkpoint kept --bytes 6 --threads 1"},
+    {ALL, "inspect kept"},
     {ALL, "inspect kept --json"},
-    {ALL, "convert kept new --to checkpoint"},
-    {ALL, "convert kept new.csv --to optimizer"},
-    {ALL, "convert kahan new.csv --to store --json"},
     {ALL, "plan --checkpoint kahan --all --json"},
     {ALL, "plan --params 1e6 --memory 1M --recipes adamw/f32,lion/bf16-sr"},
     {ALL, "info"},
@@ -219,7 +214,7 @@ int main(int argc, char **argv)
     put_file("text", text, sizeof text);
     make_digits();
     demand(!program(LM "--steps 2 --recipe adamw/bf16-kahan --checkpoint kahan --log new.csv"), program_errors);
-    demand(!program(LM "--steps 2 --recipe adamw/bf16-kahan --store kept"), program_errors);
+    put_store("kept", "adamw/bf16-kahan", "adamw/bf16-kahan");
     demand(!program(LM "--steps 2 --recipe sgd/int8-ecc4 --checkpoint packed"), program_errors);
     demand(!program(LM "--steps 2 --recipe schedulefree/f32 --checkpoint free"), program_errors);
     shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);

@@ -176,7 +176,6 @@ class Scenario:
     def __init__(self, name, command, before=(), goes_on=False, files=(), threads=1, text=False):
         self.name, self.command, self.before = name, command, before
         self.goes_on, self.files, self.threads, self.text = goes_on, files, threads, text
-        self.store = "--store" in command
 
     def prepare(self, base):
         self.fixture = os.path.join(base, self.name + ".fixture")
@@ -211,21 +210,12 @@ class Scenario:
             )
         return found
 
-    def keeps(self, folder):
-        """Returns True if something is saved that a run can go on from."""
-        if not self.store:
-            names = self.names(folder)
-            return any(n == "manifest.json" or n.startswith("checkpoint-") for n in names)
-        return os.path.exists(os.path.join(folder, STORE))
-
     @staticmethod
     def names(folder):
         run = os.path.join(folder, "run")
         return os.listdir(run) if os.path.isdir(run) else []
 
     def go_on(self, folder):
-        if self.store:
-            return self.ends(folder, f"--store {STORE}")
         names = self.names(folder)
         # A first save may be cut off before the manifest names it. Its own name still opens it.
         which = (
@@ -233,7 +223,11 @@ class Scenario:
             if "manifest.json" in names
             else "run/" + max(n for n in names if n.startswith("checkpoint-"))
         )
-        end = self.ends(folder, f"--checkpoint {which} --resume")
+        out = sound(
+            folder,
+            f"train lm --checkpoint {which} --resume --steps 6 --json --quiet",
+            "going on",
+        )
         left = [
             n
             for n in os.listdir(os.path.join(folder, "run"))
@@ -241,11 +235,6 @@ class Scenario:
         ]
         if left:
             raise Wrong(f"left behind after a further save: {left}")
-        return end
-
-    @staticmethod
-    def ends(folder, source):
-        out = sound(folder, f"train lm {source} --steps 6 --json --quiet", "going on")
         found = steady_json(out, "going on")
         # A fault may change which checkpoint the run goes on from, so only these are compared.
         return {
@@ -294,7 +283,9 @@ class Scenario:
             elif not (status == -9 and ":KILL:" in fault):
                 raise Wrong(f"status {status}: {err.strip()[-300:]!r}")
             if self.goes_on:
-                if self.keeps(folder):
+                if any(
+                    n == "manifest.json" or n.startswith("checkpoint-") for n in self.names(folder)
+                ):
                     if self.go_on(folder) != self.end:
                         raise Wrong(f"status {status}, and the run goes on with other bits")
                 elif status == 0:
@@ -315,7 +306,7 @@ class Scenario:
 
 
 LOG = "--log log.csv"
-RUN, STORE = "--checkpoint run", "run.states"
+RUN = "--checkpoint run"
 TWO = (
     "--width 16 --depth 1 --heads 2 --context 8 --batch 2 --val-every 2 "
     "--eval-batches 1 --steps 2 --quiet"
@@ -340,7 +331,6 @@ SCENARIOS = [
         goes_on=True,
         threads=2,
     ),
-    Scenario("store", f"{TRAIN} --store {STORE} --steps 3 --json", goes_on=True),
     Scenario("init", f"{TRAIN} --init ../init --steps 1 --json"),
     Scenario("text", f"{TRAIN} --steps 1", text=None),
     Scenario(

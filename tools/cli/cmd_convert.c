@@ -17,7 +17,6 @@
 #include "trainer/files/checkpoint.h"
 #include "trainer/files/model_files.h"
 #include "trainer/files/packed_list.h"
-#include "trainer/files/store_file.h"
 #include "trainer/files/trainer_file.h"
 #include "trainer/loops/rows.h"
 
@@ -29,8 +28,7 @@ struct convert {
 
 #define AT(member) offsetof(struct convert, member)
 
-/* Returns the formats that weights can be converted to: those of packed weights, then plain ones. Behind them come the
- * forms of a whole optimizer. */
+/* Returns the formats that weights can be converted to: those of packed weights, then plain ones. */
 static const char *target_name(int32_t position)
 {
     static const char *const plain[] = {"bf16", "f32"};
@@ -39,12 +37,12 @@ static const char *target_name(int32_t position)
     while ((packed = packed_format_name(n)) != NULL)
         if (n++ == position) return packed;
     position -= n;
-    return position < COUNT_OF(plain) ? plain[position] : convert_whole_target(position - COUNT_OF(plain));
+    return position < COUNT_OF(plain) ? plain[position] : NULL;
 }
 
 static const struct option rows[] = {
     {"to", OPTION_CHOICE, AT(to), "FORMAT", NULL, 0, 0, OPTION_REQUIRED, target_name,
-     "format of the converted tensors, or form of a whole optimizer"},
+     "format of the converted tensors"},
     {"tensors", OPTION_PATHS, AT(tensors), "PATTERN...", NULL, 0, 0, 0, NULL,
      "convert only tensors with such names, such as '*_proj.weight' (default: all matrices with rows of at least 32 "
      "elements, embeddings too)"},
@@ -408,13 +406,6 @@ static int convert(struct args *args, void *options)
     struct work w = {.options = options};
     struct stat there;
     if (stat(to, &there) == 0) return failure("convert", "%s exists already; remove it, or choose another name", to);
-    for (int32_t i = 0; convert_whole_target(i); i++)
-        if (strcmp(w.options->to, convert_whole_target(i)) == 0)
-            return args_given(args, "tensors")
-                       ? usage_error("convert", "--tensors: --to %s takes all tensors as they are", w.options->to)
-                       : convert_whole(from, to, w.options->to, w.options->json);
-    if (store_file_is(from))
-        return failure("convert", "%s is a file of states; first make a checkpoint of it, by --to checkpoint", from);
     w.target = format_named(w.options->to);
     int bad =
         open_jobs(&w, from) != 0 || refuse_quantized(&w) != 0 || judge_all(&w, from) != 0 || write_file(&w, to) != 0;
@@ -441,14 +432,9 @@ const struct command convert_command = {
     .notes = "The metadata " HALFSTEP_PACKED_KEY
              " of TO say which tensors are packed. docs/formats.md shows how numpy reads them.\n"
              "\n"
-             "--to checkpoint, --to optimizer and --to store move a whole optimizer with its weights, bit for bit. A\n"
-             "file of states (--store) becomes a checkpoint directory or one safetensors file. A checkpoint of\n"
-             "train lm becomes a file of states. Weights pass through memory, states in small pieces.\n"
-             "\n"
              "  halfstep convert model.safetensors small.safetensors --to int8-sr\n"
              "  halfstep convert model/ small.safetensors --to int8-ecc4 --tensors '*_proj.weight'\n"
-             "  halfstep convert small.safetensors again.safetensors --to bf16\n"
-             "  halfstep convert run.states run --to checkpoint\n",
+             "  halfstep convert small.safetensors again.safetensors --to bf16\n",
     .min_words = 2,
     .max_words = 2,
     COMMAND_OPTIONS(rows, struct convert),

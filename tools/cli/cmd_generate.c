@@ -9,7 +9,6 @@
 #include "common/args/args.h"
 #include "trainer/files/checkpoint.h"
 #include "trainer/files/model_files.h"
-#include "trainer/files/store_file.h"
 #include "trainer/run/train.h"
 
 struct generate {
@@ -122,53 +121,6 @@ static int write_text(const struct generate *g, const struct lm_config *shape, c
     return status;
 }
 
-/* Loads the same from a file of states: averages in fp32, or weights as they are stored. */
-static int load_from_store(const char *path, const struct lm_config *shape, struct lm_weight *weights, char *error,
-                           size_t error_bytes)
-{
-    struct store_file file;
-    int bad = store_file_open(path, &file, error, error_bytes) != 0 ||
-              store_file_check(&file, shape, error, error_bytes) != 0;
-    for (int k = 0; !bad && k < lm_tensor_count(shape); k++) {
-        struct lm_tensor tensor;
-        lm_tensor_info(shape, k, &tensor);
-        const int32_t i = store_file_find(&file, &tensor, error, error_bytes);
-        if (!rule_info(recipe_rule(file.about.tensor[i].recipe)).average) {
-            const int32_t format = slot_info(file.optimizer, i, HALFSTEP_SLOT_WEIGHT).format;
-            weights[k] = (struct lm_weight){file.weights[i], weight_dtype(format)};
-            file.weights[i] = NULL;
-            continue;
-        }
-        float *values = malloc((size_t)(tensor.rows * tensor.row_length) * sizeof *values);
-        weights[k] = (struct lm_weight){values, LM_F32};
-        if (!values) bad = no_memory(error, error_bytes);
-        else if (halfstep_read_average(file.optimizer, i, file.weights[i], 0, tensor.rows, values) != HALFSTEP_OK)
-            bad = snprintf(error, error_bytes, "%s", halfstep_error_detail(file.optimizer)) >= 0;
-    }
-    store_file_close(&file);
-    return bad ? -1 : 0;
-}
-
-static int generate_from_store(const struct generate *g)
-{
-    char error[1024] = "", note[600];
-    struct lm_config shape;
-    struct lm_weight *weights = NULL;
-    int status = 1, tensors = 0;
-    if (checkpoint_read_shape(g->checkpoint, 0, &shape, note, sizeof note, error, sizeof error) == 0) {
-        tensors = lm_tensor_count(&shape);
-        weights = calloc((size_t)tensors, sizeof *weights);
-        if (!weights) no_memory(error, sizeof error);
-        else if (load_from_store(g->checkpoint, &shape, weights, error, sizeof error) == 0)
-            status = write_text(g, &shape, weights, error, sizeof error);
-    } else if (!error[0]) {
-        snprintf(error, sizeof error, "%s cannot be read", g->checkpoint);
-    }
-    for (int i = 0; weights && i < tensors; i++) free((void *)weights[i].data);
-    free(weights);
-    return status && error[0] ? failure("generate", "%s", error) : status;
-}
-
 static int generate(struct args *args, void *options)
 {
     const struct generate *g = options;
@@ -179,7 +131,6 @@ static int generate(struct args *args, void *options)
     struct lm_config shape;
     struct lm_weight *weights = NULL;
     int status = 1, tensors = 0;
-    if (store_file_is(g->checkpoint)) return generate_from_store(g);
     int bad = model_files_find(g->checkpoint, 0, &files, error, sizeof error);
     if (!bad) bad = checkpoint_read_shape(g->checkpoint, 0, &shape, note, sizeof note, error, sizeof error);
     if (bad > 0)

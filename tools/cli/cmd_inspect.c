@@ -14,7 +14,6 @@
 #include "trainer/files/checkpoint.h"
 #include "trainer/files/model_files.h"
 #include "trainer/files/packed_list.h"
-#include "trainer/files/store_file.h"
 #include "trainer/files/trainer_file.h"
 #include "trainer/run/train.h"
 
@@ -74,9 +73,7 @@ static void put_file(struct document *d, json_t *in, const halfstep_safetensors 
     put_integer(d, in, "bytes", (int64_t)bytes);
 }
 
-/* Prints text from a file, made safe for a terminal, between two strings of this program. Returns the number of
- * characters of the text. */
-static int print_words(const char *before, const char *text, const char *after)
+int print_words(const char *before, const char *text, const char *after)
 {
     printf("%s", before);
     int characters = plain_print(stdout, text);
@@ -285,108 +282,6 @@ static int inspect_checkpoint(const halfstep_checkpoint *checkpoint, const struc
     return status;
 }
 
-/* ---- A file of states -------------------------------------------------------------------------------------------- */
-
-/* Returns the recipe that all tensors have, or the number of recipes in words. */
-static const char *recipe_of_all(const struct store_about *about)
-{
-    for (size_t i = 1; i < about->tensors; i++)
-        if (strcmp(about->tensor[i].recipe, about->tensor[0].recipe) != 0) return "of several groups";
-    return about->tensors ? about->tensor[0].recipe : "unknown";
-}
-
-static void put_store(struct document *d, const char *path, const struct store_about *about,
-                      const struct trainer_file *trainer)
-{
-    json_t *object = document_begin(d);
-    put_text(d, object, "file", path);
-    put_integer(d, object, "step", (int64_t)about->info.steps);
-    put_integer(d, object, "saves", (int64_t)about->info.generation);
-    put_text(d, object, "recipe", recipe_of_all(about));
-    const char *seed = store_pairs_find(&about->metadata, "seed");
-    if (seed) put_text(d, object, "seed", seed);
-    json_t *options = trainer->options ? put_object(d, object, "options") : NULL;
-    for (size_t i = 0; i < trainer->options; i++)
-        put_text(d, options, trainer->option[i].name, trainer->option[i].value);
-    put_integer(d, object, "bytes", (int64_t)about->info.bytes);
-    put_flag(d, object, "weights", about->info.has_weights);
-    json_t *metadata = put_object(d, object, "metadata");
-    for (size_t i = 0; i < about->metadata.n; i++)
-        put_text(d, metadata, about->metadata.pair[i].key, about->metadata.pair[i].value);
-    json_t *tensors = put_array(d, object, "tensors");
-    for (size_t i = 0; i < about->tensors; i++) {
-        const struct store_tensor *t = &about->tensor[i];
-        json_t *tensor = put_object(d, tensors, NULL), *slots;
-        put_text(d, tensor, "name", t->name);
-        put_text(d, tensor, "recipe", t->recipe);
-        json_t *shape = put_array(d, tensor, "shape");
-        for (int k = 0; k < 2; k++) put_integer(d, shape, NULL, (int64_t)t->shape[k]);
-        slots = put_object(d, tensor, "slots");
-        for (size_t k = 0; k < t->slots; k++) {
-            json_t *slot = put_object(d, slots, t->slot[k].slot);
-            put_text(d, slot, "format", t->slot[k].format);
-            put_integer(d, slot, "bytes", (int64_t)(t->slot[k].bytes[0] + t->slot[k].bytes[1]));
-        }
-    }
-}
-
-static void print_store(const char *path, const struct store_about *about, const struct trainer_file *trainer)
-{
-    const char *seed = store_pairs_find(&about->metadata, "seed");
-    uint64_t bytes = 0;
-    print_words("", path, "\n");
-    printf("step %llu", (unsigned long long)about->info.steps);
-    print_words(", recipe ", recipe_of_all(about), "");
-    print_words(", seed ", seed ? seed : "unknown", "");
-    printf(", %llu bytes in all, %s weights\n", (unsigned long long)about->info.bytes,
-           about->info.has_weights ? "with" : "without");
-    print_options(trainer);
-    for (size_t i = 0; i < about->metadata.n; i++) {
-        print_words("  ", about->metadata.pair[i].key, "");
-        print_words(" = ", about->metadata.pair[i].value, "\n");
-    }
-    for (size_t i = 0; i < about->tensors; i++) {
-        const struct store_tensor *t = &about->tensor[i];
-        print_words("  ", t->name, "");
-        printf("  %llu x %llu", (unsigned long long)t->shape[0], (unsigned long long)t->shape[1]);
-        for (size_t k = 0; k < t->slots; k++) {
-            print_words(", ", t->slot[k].slot, "");
-            print_words(" ", t->slot[k].format, "");
-            bytes += t->slot[k].bytes[0] + t->slot[k].bytes[1];
-        }
-        printf("\n");
-    }
-    printf("  %zu tensors in %llu pieces, %llu bytes\n", about->tensors, (unsigned long long)about->info.pieces,
-           (unsigned long long)bytes);
-}
-
-static int inspect_store(const char *path, const struct inspect *inspect)
-{
-    struct store_about about;
-    struct trainer_file trainer = {0};
-    struct document document = {0};
-    char error[1024] = "";
-    int status = 0;
-    if (store_about_read(path, &about, error, sizeof error) != 0) status = failure("inspect", "%s", error);
-    const char *saved = status ? NULL : store_pairs_find(&about.values, "trainer.json");
-    char *copy = saved ? strdup(saved) : NULL;
-    if (saved && !copy) status = failure("inspect", "out of memory");
-    int code = copy ? trainer_file_take(copy, strlen(copy), path, &trainer, error, sizeof error) : HALFSTEP_OK;
-    /* Another program's has no options that could be listed here. */
-    if (code == HALFSTEP_ERROR_FORMAT) trainer_file_free(&trainer);
-    else if (code != HALFSTEP_OK) status = failure("inspect", "%s", error);
-    if (!status && inspect->json) {
-        put_store(&document, path, &about, &trainer);
-        status = document_print(&document);
-    } else if (!status) {
-        print_store(path, &about, &trainer);
-    }
-    document_free(&document);
-    trainer_file_free(&trainer);
-    store_about_free(&about);
-    return status;
-}
-
 /* Refuses a model of another program in a folder or behind an index, and names a file of it. Returns 0 if the path
  * leads to none. */
 static int refuse_model(const char *path)
@@ -411,7 +306,7 @@ static int inspect_path(const char *path, const struct inspect *inspect)
     halfstep_checkpoint *checkpoint;
     halfstep_safetensors *file;
     halfstep_open_options options = {.struct_size = sizeof options, .skip_contents = (uint32_t)inspect->quick};
-    if (store_file_is(path)) return inspect_store(path, inspect);
+    if (store_file_is(path)) return inspect_store(path, inspect->json);
     int code = halfstep_open_checkpoint(&checkpoint, path, &options, error, sizeof error);
     if (code == HALFSTEP_OK) {
         int status = inspect_checkpoint(checkpoint, inspect);
@@ -436,9 +331,9 @@ const struct command inspect_command = {
     .name = "inspect",
     .usage = "FILE|DIR [options]",
     .summary =
-        "Lists the contents of a safetensors file, a checkpoint directory or a file of states (--store). These are "
-        "tensors with types, shapes and sizes, metadata, and the step and settings of the run. Verifies the checksums "
-        "of a checkpoint's files. A run may go on with a file of states meanwhile.",
+        "Lists the contents of a safetensors file, a checkpoint directory or a file of states, as programs with the "
+        "library keep it. These are tensors with types, shapes and sizes, metadata, and the step and settings of the "
+        "run. Verifies the checksums of a checkpoint's files. A program may step with its file of states meanwhile.",
     .notes = "  halfstep inspect run\n"
              "  halfstep inspect run/model.safetensors --json\n",
     .min_words = 1,

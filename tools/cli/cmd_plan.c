@@ -38,7 +38,7 @@ static const struct option option_rows[] = {
     {"layers", OPTION_INTEGER, AT(layers), "N", "32", 1, 1e6, 0, NULL,
      "with --release and --params: number of equal layers"},
     {"store", OPTION_FLAG, AT(store), NULL, NULL, 0, 0, 0, NULL,
-     "states are in a file (train lm --store): what that takes of the disk, and of each step"},
+     "states are in a file, as store= keeps them in Python: what that takes of the disk, and of each step"},
     {"bandwidth", OPTION_NUMBER, AT(bandwidth), "GB/S", NULL, 1e-3, 1e6, 0, NULL,
      "with --store: 10^9 bytes that the disk reads and writes a second, both together"},
     {"step-time", OPTION_NUMBER, AT(step_time), "S", NULL, 1e-6, 1e9, 0, NULL,

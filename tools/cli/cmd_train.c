@@ -40,9 +40,6 @@ static const char lm_notes[] =
     "same. So do a terminal that closes (SIGHUP), a closed pipe (SIGPIPE), and the warnings of batch systems\n"
     "(SIGUSR1, SIGUSR2, SIGXCPU), unless they are ignored, as under nohup.\n"
     "\n"
-    "With --store FILE the states are in a file, of which memory has a few pieces. Each step makes itself durable,\n"
-    "so a kill loses no whole step. The file keeps the last losses; the whole curve is in --log.\n"
-    "\n"
     "Under mpirun the processes share the micro-steps, and the rows of the optimizer's states. The results have the\n"
     "bits of one process with --accumulator tree. Rank 0 writes progress, log, checkpoint and results; memory and\n"
     "threads in the results are those of rank 0. See docs/scale.md.\n"
@@ -52,7 +49,6 @@ static const char lm_notes[] =
     "  halfstep train lm --data book.txt --recipe adamw/bf16-sr/int8 --steps 2000 --checkpoint run\n"
     "  halfstep train lm --data books/ more.txt.gz --checkpoint run\n"
     "  halfstep train lm --checkpoint run --resume --steps 4000\n"
-    "  halfstep train lm --data book.txt --recipe adamw/bf16-sr/int8 --store run.states\n"
     "  mpirun -n 4 halfstep train lm --data book.txt --micro-steps 8 --checkpoint run\n";
 
 static const struct command lm_command = {
@@ -61,6 +57,9 @@ static const struct command lm_command = {
     .summary = "Trains a byte-level language model of the Llama type. Weights, gradients and optimizer states are "
                "stored in the formats of --recipe and --gradients; the update is computed in fp32.",
     .notes = lm_notes,
+    .absent = "store",
+    .instead = "save with --checkpoint DIR and --checkpoint-every N; states in a file are for programs that use the "
+               "library, such as store=FILE in Python",
 };
 
 static void print_bytes_line(const char *what, uint64_t bytes, double params)
@@ -83,11 +82,10 @@ void print_held(const struct run_result *r)
     printf("memory held:\n");
     print_bytes_line("weights", r->weight_bytes, n);
     print_bytes_line("gradients", r->gradient_bytes, n);
-    if (!r->stored) print_bytes_line("states", r->state_bytes, n);
+    print_bytes_line("states", r->state_bytes, n);
     print_bytes_line("total", run_held_bytes(r), n);
     printf("  %-10s %32.2f MiB\n", "data", (double)r->held_data_bytes / 0x1p20);
     if (r->peak_process_bytes) print_bytes_line("process", r->peak_process_bytes, n);
-    if (r->stored) print_bytes_line("in a file", r->state_bytes, n);
     if (r->fell_back)
         printf("  (%d tensors are too small for the block formats of the recipe and are stored without blocks)\n",
                r->fell_back);

@@ -12,9 +12,10 @@ int train_lm(int argc, char **argv);
 int train_mnist(int argc, char **argv);
 /* Returns 0 if the device can be used (NULL: the CPU), otherwise 1 after printing one line that says why not. */
 int check_device(const char *command, const char *device);
-/* Returns the forms of a whole optimizer that convert --to takes, NULL past the last. */
-const char *convert_whole_target(int32_t position);
-/* Converts a file of states or a checkpoint to one of them, and prints the result. Returns the exit status. */
-int convert_whole(const char *from, const char *to, const char *target, int json);
+/* Prints text from a file, made safe for a terminal, between two strings of this program. Returns the number of
+ * characters of the text. */
+int print_words(const char *before, const char *text, const char *after);
+/* Prints what a file of states says. Returns the exit status. */
+int inspect_store(const char *path, int json);
 
 #endif

@@ -323,10 +323,11 @@ static int unknown_option(struct args *args, const char *word, int bare_n)
     snprintf(bare, sizeof bare, "%.*s", bare_n, word[1] == '-' ? word + 2 : word + 1);
     for (char *c = bare; *c; c++)
         if (*c == '_') *c = '-';
+    if (args->command->absent && strcmp(bare, args->command->absent) == 0)
+        return usage_error(args->command->name, "unknown option --%s; %s", bare, args->command->instead);
     const char *near = args_suggest(bare, next_option, args);
-    int shown = (int)strcspn(word, "=");
-    if (near) return usage_error(args->command->name, "unknown option %.*s, did you mean --%s?", shown, word, near);
-    return usage_error(args->command->name, "unknown option %.*s", shown, word);
+    return usage_error(args->command->name, "unknown option %.*s%s%s%s", (int)strcspn(word, "="), word,
+                       near ? ", did you mean --" : "", near ? near : "", near ? "?" : "");
 }
 
 static const size_t variable_bytes[] = {

@@ -95,6 +95,8 @@ struct command {
     const char *summary;      /* first paragraph of --help */
     const char *notes;        /* last paragraphs of --help, printed as they are; NULL: none */
     int min_words, max_words; /* arguments that are not options */
+    /* An option that users look for here, and what to do instead. NULL: none. */
+    const char *absent, *instead;
     /* For command_run(): the options, the size of the struct that their offsets count from, and the work. */
     const struct option *rows;
     int n_rows;

@@ -12,45 +12,18 @@
 
 int weight_dtype(int32_t format) { return lm_dtype_named(format_info(format).code_dtype); }
 
-int holding_extra(const struct holding *holding, int32_t tensor, halfstep_slot_info *slot, void **copy)
-{
-    *copy = NULL;
-    if (slot->extra || !slot->extra_bytes) return 0;
-    *copy = malloc(slot->extra_bytes);
-    slot->extra = *copy;
-    return *copy && halfstep_read_bytes(holding->optimizer, tensor, HALFSTEP_SLOT_WEIGHT, 1, 0, slot->extra_bytes,
-                                        *copy) == HALFSTEP_OK
-               ? 0
-               : -1;
-}
-
-/* Continues a hash with a stream of a slot, which is read from the file if it is not at `data`. Returns 0, or -1. */
-static int hash_stream(const struct holding *holding, int32_t tensor, int32_t slot, int32_t extra, const void *data,
-                       uint64_t bytes, uint64_t *hash)
-{
-    void *copy = data ? NULL : malloc(bytes ? bytes : 1);
-    int bad = !data && !copy;
-    if (copy) bad = halfstep_read_bytes(holding->optimizer, tensor, slot, extra, 0, bytes, copy) != HALFSTEP_OK;
-    if (!bad) *hash = hash_bytes(*hash, data ? data : copy, bytes);
-    free(copy);
-    return bad ? -1 : 0;
-}
-
-int holding_hash(const struct holding *holding, uint64_t *hash)
+uint64_t holding_hash(const struct holding *holding)
 {
     uint64_t h = HASH_START;
-    int bad = 0;
     for (int32_t i = 0; i < holding->tensors; i++) {
         for (int32_t slot = HALFSTEP_SLOT_WEIGHT; slot < HALFSTEP_SLOT_STATE + HALFSTEP_MAX_STATES; slot++) {
             const halfstep_slot_info info = slot_info(holding->optimizer, i, slot);
             if (slot == HALFSTEP_SLOT_GRADIENT || info.format < 0) continue;
-            const void *code = slot == HALFSTEP_SLOT_WEIGHT ? holding->weights[i] : info.code;
-            bad |= hash_stream(holding, i, slot, 0, code, info.code_bytes, &h) != 0;
-            if (info.extra_bytes) bad |= hash_stream(holding, i, slot, 1, info.extra, info.extra_bytes, &h) != 0;
+            h = hash_bytes(h, slot == HALFSTEP_SLOT_WEIGHT ? holding->weights[i] : info.code, info.code_bytes);
+            if (info.extra_bytes) h = hash_bytes(h, info.extra, info.extra_bytes);
         }
     }
-    *hash = hash_finish(h);
-    return bad ? -1 : 0;
+    return hash_finish(h);
 }
 
 int checkpoint_open_quickly(halfstep_checkpoint **checkpoint, const char *path, char *error, size_t error_bytes)
@@ -102,18 +75,13 @@ const char *checkpoint_file_name(int index)
     return index >= 0 && (size_t)index < sizeof names / sizeof names[0] ? names[index] : NULL;
 }
 
-int checkpoint_config_text(const struct holding *holding, char *text, size_t bytes)
-{
-    int dtype = weight_dtype(slot_info(holding->optimizer, 0, HALFSTEP_SLOT_WEIGHT).format);
-    return lm_config_json(holding->shape, torch_dtype(dtype), text, bytes);
-}
-
 static int save_files(halfstep_checkpoint_save *save, const struct holding *holding, const char *trainer,
                       const char *recipe, struct declaring *past, const struct run_history *history, char *error,
                       size_t error_bytes)
 {
     char text[2048];
-    int length = checkpoint_config_text(holding, text, sizeof text);
+    int dtype = weight_dtype(slot_info(holding->optimizer, 0, HALFSTEP_SLOT_WEIGHT).format);
+    int length = lm_config_json(holding->shape, torch_dtype(dtype), text, sizeof text);
     if (length < 0) return HALFSTEP_ERROR_ARGUMENT;
 
     int code = halfstep_save_optimizer(save, holding->optimizer, holding->weights, NULL, error, error_bytes);

@@ -52,16 +52,11 @@ int checkpoint_count_changes(const char *recipe, const halfstep_tensor *tensor, 
                              size_t error_bytes);
 
 /* Computes a hash of every weight and state bit, tensor after tensor: weight codes, their extra stream, then codes and
- * scales or extras of each state. Returns 0, or -1 without a text if states in a file cannot be read. */
-int holding_hash(const struct holding *holding, uint64_t *hash);
-/* Points `slot`, the weight's, to its extra stream, if that is in a file. The caller frees `*copy`. Returns 0, or -1
- * without a text. */
-int holding_extra(const struct holding *holding, int32_t tensor, halfstep_slot_info *slot, void **copy);
+ * scales or extras of each state. */
+uint64_t holding_hash(const struct holding *holding);
 
 /* Opens a checkpoint without verifying checksums. Returns a code of the library. */
 int checkpoint_open_quickly(halfstep_checkpoint **checkpoint, const char *path, char *error, size_t error_bytes);
-/* Writes config.json. Returns its length, or a negative number if it does not fit. */
-int checkpoint_config_text(const struct holding *holding, char *text, size_t bytes);
 /* Saves a checkpoint. `trainer` is the text of trainer.json. On success error is empty, or a text that begins with
  * "note: ". */
 int checkpoint_save(const char *directory, const halfstep_save_options *options, const struct holding *holding,

@@ -46,6 +46,16 @@ static int is_index(const char *path)
     return n >= 5 && strcmp(path + n - 5, ".json") == 0;
 }
 
+int store_file_is(const char *path)
+{
+    static const char magic[] = "halfstep states\n";
+    char begin[sizeof magic - 1];
+    FILE *file = fopen(path, "rb");
+    const int is = file && fread(begin, sizeof begin, 1, file) == 1 && memcmp(begin, magic, sizeof begin) == 0;
+    if (file) fclose(file);
+    return is;
+}
+
 void model_files_inputs(const char *path, char files[MODEL_PATH_BYTES], char config[MODEL_PATH_BYTES])
 {
     folder_of(path, files);
@@ -88,6 +98,12 @@ static int find_others(struct model_files *files, const char *path, const char *
             snprintf(error, error_bytes, "%s%s", why, exists(trainer) ? "" : ", nor a model.safetensors or its index");
             return -1;
         }
+    } else if (!bad && store_file_is(path)) {
+        snprintf(error, error_bytes,
+                 "%s is a file of states, which only the program that steps with it can read: save the weights there, "
+                 "as a safetensors file",
+                 path);
+        return -1;
     } else if (!bad) {
         if (!exists(path)) {
             snprintf(error, error_bytes, "cannot open %s: %s", path, strerror(errno));

@@ -22,6 +22,8 @@ struct model_files {
  * failure. */
 int model_files_find(const char *path, int quick, struct model_files *files, char *error, size_t error_bytes);
 void model_files_close(struct model_files *files);
+/* Returns 1 if the path is a file that begins as one with the states of an optimizer does (halfstep_store_create). */
+int store_file_is(const char *path);
 /* Lists what is read for a path: `files` is the file itself or, if any file of a folder may be read, that folder.
  * `config` is the config.json, which may be missing. */
 void model_files_inputs(const char *path, char files[MODEL_PATH_BYTES], char config[MODEL_PATH_BYTES]);

@@ -10,7 +10,6 @@
 #include "io/json.h"
 #include "trainer/files/checkpoint.h"
 #include "trainer/files/model_files.h"
-#include "trainer/files/store_file.h"
 #include "trainer/files/trainer_file.h"
 
 /* The numbers of a config.json: first the whole ones, beginning with those of struct lm_config. */
@@ -306,14 +305,9 @@ int checkpoint_read_shape(const char *path, int64_t context, struct lm_config *s
     size_t bytes;
     memset(shape, 0, sizeof *shape);
     if (note_bytes) note[0] = 0;
-    const int in_store = store_file_is(path);
-    if (in_store) files = (struct model_files){.config = "config.json"};
-    else if (model_files_find(path, 1, &files, error, error_bytes) != 0) return -1;
+    if (model_files_find(path, 1, &files, error, error_bytes) != 0) return -1;
     int status = !files.config[0];
-    char *text = in_store ? store_file_text(path, files.config, error, error_bytes)
-                 : status ? NULL
-                          : text_file_read(files.config, &bytes, error, error_bytes);
-    if (in_store && text) bytes = strlen(text);
+    char *text = status ? NULL : text_file_read(files.config, &bytes, error, error_bytes);
     if (!status && !text) status = -1;
     if (text) {
         struct reading r = {.json = {text, bytes, 0, NULL},

@@ -134,31 +134,25 @@ static int parse(hstep_json *json, struct trainer_file *file, int *lacking)
     return seen == all && format == 1 ? 0 : -1;
 }
 
-int trainer_file_take(char *text, size_t bytes, const char *place, struct trainer_file *file, char *error,
-                      size_t error_bytes)
+int trainer_file_read(const halfstep_checkpoint *checkpoint, struct trainer_file *file, char *error, size_t error_bytes)
 {
+    halfstep_checkpoint_info info = {.struct_size = sizeof info};
+    size_t bytes;
     int lacking = 0;
     memset(file, 0, sizeof *file);
-    file->memory = text;
-    if (!text) return HALFSTEP_ERROR_IO;
-    hstep_json json = {text, bytes, 0, NULL};
+    file->memory = checkpoint_read_text(checkpoint, "trainer.json", &bytes, error, error_bytes);
+    if (!file->memory) return HALFSTEP_ERROR_IO;
+    hstep_json json = {file->memory, bytes, 0, NULL};
     if (parse(&json, file, &lacking) == 0) return HALFSTEP_OK;
     if (lacking) {
         no_memory(error, error_bytes);
         return HALFSTEP_ERROR_MEMORY;
     }
-    if (json.problem) snprintf(error, error_bytes, "%s/trainer.json: byte %zu: %s", place, json.at, json.problem);
-    else snprintf(error, error_bytes, "%s/trainer.json lacks members or has an unknown format", place);
-    return HALFSTEP_ERROR_FORMAT;
-}
-
-int trainer_file_read(const halfstep_checkpoint *checkpoint, struct trainer_file *file, char *error, size_t error_bytes)
-{
-    halfstep_checkpoint_info info = {.struct_size = sizeof info};
-    size_t bytes = 0;
     halfstep_get_checkpoint_info(checkpoint, &info);
-    char *text = checkpoint_read_text(checkpoint, "trainer.json", &bytes, error, error_bytes);
-    return trainer_file_take(text, bytes, info.directory, file, error, error_bytes);
+    if (json.problem)
+        snprintf(error, error_bytes, "%s/trainer.json: byte %zu: %s", info.directory, json.at, json.problem);
+    else snprintf(error, error_bytes, "%s/trainer.json lacks members or has an unknown format", info.directory);
+    return HALFSTEP_ERROR_FORMAT;
 }
 
 void trainer_file_free(struct trainer_file *file)

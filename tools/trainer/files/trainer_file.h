@@ -27,10 +27,6 @@ struct trainer_file {
  * cannot be read; an error comes with a text. Call trainer_file_free() afterwards, also on failure. */
 int trainer_file_read(const halfstep_checkpoint *checkpoint, struct trainer_file *file, char *error,
                       size_t error_bytes);
-/* Does the same with the contents, which it frees with the rest. `place` names the checkpoint or the file of states.
- * NULL contents fail without a text. */
-int trainer_file_take(char *text, size_t bytes, const char *place, struct trainer_file *file, char *error,
-                      size_t error_bytes);
 void trainer_file_free(struct trainer_file *file);
 /* Returns the value of an option, or NULL if the file has none. */
 const char *trainer_file_option(const struct trainer_file *file, const char *name);

@@ -1,14 +1,12 @@
 #define HALFSTEP_ADVANCED
 #include "trainer/files/checkpoint.h"
 #include "trainer/files/model_files.h"
-#include "trainer/files/store_file.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 struct weight_source {
-    struct store_file store; /* a file of states, or none of the others */
     struct model_files files;
     struct model_tensors model;
     halfstep_safetensors *states;
@@ -19,7 +17,6 @@ struct weight_source {
 void weight_source_close(struct weight_source *source)
 {
     if (!source) return;
-    store_file_close(&source->store);
     model_tensors_close(&source->model);
     halfstep_close_safetensors(source->states);
     model_files_close(&source->files);
@@ -34,7 +31,6 @@ static const char *states_path(const struct weight_source *source)
 
 static int open_weights(struct weight_source *source, const char *path, char *error, size_t error_bytes)
 {
-    if (store_file_is(path)) return store_file_open(path, &source->store, error, error_bytes);
     if (model_files_find(path, 0, &source->files, error, error_bytes) != 0 ||
         model_tensors_open(source->files.model, &source->model, error, error_bytes) != 0)
         return -1;
@@ -230,36 +226,11 @@ static int open_decoder(const struct weight_source *source, const struct lm_tens
     return with_extra ? read_extra(source, tensor, extra, s, error, error_bytes) : 0;
 }
 
-/* Makes a decoder with the weight of a file of states. */
-static int take_from_store(const struct store_file *file, const struct lm_tensor *tensor, struct stored *s, char *error,
-                           size_t error_bytes)
-{
-    char recipe[RECIPE_BYTES + 8];
-    int32_t i = store_file_find(file, tensor, error, error_bytes);
-    if (i < 0) return -1;
-    const halfstep_slot_info from = slot_info(file->optimizer, i, HALFSTEP_SLOT_WEIGHT);
-    const halfstep_tensor t = checkpoint_tensor(tensor, "f32");
-    weights_only(recipe, file->about.tensor[i].recipe);
-    int code = checkpoint_decoder(recipe, &t, &s->decoder);
-    s->slot = HALFSTEP_SLOT_WEIGHT;
-    s->info.dtype = format_info(from.format).code_dtype;
-    s->codes = malloc(from.code_bytes ? from.code_bytes : 1);
-    if (!s->codes) return -no_memory(error, error_bytes);
-    memcpy(s->codes, file->weights[i], from.code_bytes);
-    if (code == HALFSTEP_OK && from.extra_bytes)
-        code = halfstep_read_bytes(file->optimizer, i, HALFSTEP_SLOT_WEIGHT, 1, 0, from.extra_bytes,
-                                   slot_info(s->decoder, 0, HALFSTEP_SLOT_WEIGHT).extra);
-    if (code != HALFSTEP_OK)
-        snprintf(error, error_bytes, "%s: %s", tensor->name, halfstep_error_detail(file->optimizer));
-    return code == HALFSTEP_OK ? 0 : -1;
-}
-
 /* Reads one tensor. Call close_stored() afterwards, also on failure. */
 static int open_stored(const struct weight_source *source, const struct lm_tensor *tensor, struct stored *s,
                        char *error, size_t error_bytes)
 {
     *s = (struct stored){0};
-    if (source->store.store) return take_from_store(&source->store, tensor, s, error, error_bytes);
     if (model_tensors_find(&source->model, tensor, &s->part, &s->index, &s->info, error, error_bytes) != 0) return -1;
     s->codes = malloc(s->info.bytes ? s->info.bytes : 1);
     if (!s->codes) return -no_memory(error, error_bytes);
@@ -295,15 +266,10 @@ static int read_average(struct weight_source *source, const struct lm_tensor *te
 static int read_values(struct weight_source *source, const struct lm_tensor *tensor, const struct stored *s, float *out,
                        char *error, size_t error_bytes)
 {
-    const struct store_file *file = &source->store;
-    const int32_t i = file->store ? store_file_find(file, tensor, error, error_bytes) : -1;
-    const int average = i >= 0 && rule_info(recipe_rule(file->about.tensor[i].recipe)).average;
     if (source->averages) return read_average(source, tensor, s->codes, out, error, error_bytes);
-    int code = average ? halfstep_read_average(file->optimizer, i, file->weights[i], 0, tensor->rows, out)
-                       : halfstep_read_slot(s->decoder, 0, s->slot, s->codes, 0, tensor->rows, out);
+    int code = halfstep_read_slot(s->decoder, 0, s->slot, s->codes, 0, tensor->rows, out);
     if (code != HALFSTEP_OK)
-        snprintf(error, error_bytes, "%s: %s: %s", file->store ? "the file of states" : s->part->path, tensor->name,
-                 halfstep_strerror(code));
+        snprintf(error, error_bytes, "%s: %s: %s", s->part->path, tensor->name, halfstep_strerror(code));
     return code == HALFSTEP_OK ? 0 : -1;
 }
 
@@ -346,8 +312,7 @@ int weight_source_write(struct weight_source *source, const struct lm_tensor *te
     if (values && !bad &&
         halfstep_write_slot(optimizer, index, HALFSTEP_SLOT_WEIGHT, codes, 0, held.n_rows,
                             values + held.first_row * held.row_length) != HALFSTEP_OK) {
-        snprintf(error, error_bytes, "%s: %s: %s", source->model.path ? source->model.path : "the file of states",
-                 tensor->name, halfstep_error_detail(optimizer));
+        snprintf(error, error_bytes, "%s: %s: %s", source->model.path, tensor->name, halfstep_error_detail(optimizer));
         bad = 1;
     }
     free(values);
@@ -359,8 +324,7 @@ int checkpoint_init(const char *path, const struct holding *holding, char *error
 {
     struct weight_source *source = weight_source_open(path, error, error_bytes);
     if (!source) return -1;
-    int bad = source->store.store ? store_file_check(&source->store, holding->shape, error, error_bytes) != 0
-                                  : model_tensors_check(&source->model, holding->shape, error, error_bytes) != 0;
+    int bad = model_tensors_check(&source->model, holding->shape, error, error_bytes) != 0;
     for (int32_t i = 0; i < holding->tensors && !bad; i++) {
         struct lm_tensor tensor;
         bad = lm_tensor_info(holding->shape, i, &tensor) != 0 ||

@@ -382,7 +382,7 @@ static void fill_result(struct mnist_run *m)
         const struct image_set *set = i ? &m->data->test : &m->data->train;
         r->held_data_bytes += (uint64_t)set->n * (uint64_t)(set->side * set->side + 1);
     }
-    holding_hash(&run->holding, &r->state_hash);
+    r->state_hash = holding_hash(&run->holding);
     r->weights_changed = weights_changed(m);
     m->result->batch = run->config->batch;
     m->result->epochs = m->epoch;

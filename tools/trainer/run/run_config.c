@@ -1,7 +1,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include "halfstep.h"
@@ -121,9 +120,6 @@ static const struct option fixed_rows[] = {
     {"log", OPTION_STRING, AT(log), "FILE", NULL, 0, 0, OPTION_SAVED, NULL, "write one CSV line per step"},
     {"checkpoint", OPTION_STRING, AT(checkpoint), "DIR", NULL, 0, 0, 0, NULL,
      "save weights, states and position here at the end, and when interrupted"},
-    {"store", OPTION_STRING, AT(store), "FILE", NULL, 0, 0, 0, NULL,
-     "keep states in this file and not in memory, and with every step weights and position too: the file is the "
-     "checkpoint. If it exists, the run goes on from it, bit for bit; options that are not given keep their values"},
     {"checkpoint-every", OPTION_INTEGER, AT(checkpoint_every), "N", "0", 0, 1e12, OPTION_SAVED, NULL,
      "also save after every N steps; 0: no"},
     {"keep", OPTION_INTEGER, AT(keep), "N", "1", 1, 1e6, OPTION_SAVED, NULL, "newest checkpoints to keep"},
@@ -268,8 +264,7 @@ static int restore_options(struct args *args, const struct option_group *groups,
             if (option->kind == OPTION_HYPER) bad = restore_hypers(args, &groups[g], option, saved, why, sizeof why);
             else if (!args_given(args, option->name)) bad = args_set(args, &groups[g], option, saved, why, sizeof why);
             if (bad) {
-                snprintf(error, error_bytes, "%s: trainer.json: %s", config->store ? config->store : config->checkpoint,
-                         why);
+                snprintf(error, error_bytes, "%s: trainer.json: %s", config->checkpoint, why);
                 return 1;
             }
         }
@@ -312,14 +307,6 @@ static int restore(struct args *args, const struct option_group *groups, int n_g
     halfstep_checkpoint *checkpoint;
     struct trainer_file trainer;
     char why[1024];
-    if (config->store) {
-        int bad = run_store_read(config->store, &trainer, error, error_bytes) != HALFSTEP_OK;
-        config->resume_from = config->store;
-        if (!bad) bad = restore_options(args, groups, n_groups, config, &trainer, error, error_bytes);
-        if (!bad) bad = check_log(args, config, error, error_bytes);
-        trainer_file_free(&trainer);
-        return bad ? 1 : run_shape_resumed(config, error, error_bytes);
-    }
     int code = checkpoint_open_quickly(&checkpoint, config->checkpoint, why, sizeof why);
     if (code != HALFSTEP_OK) {
         snprintf(error, error_bytes, "%s%s", code == HALFSTEP_ERROR_NAME ? "--resume: " : "", why);
@@ -350,45 +337,23 @@ int run_hyper_check(const struct run_config *config, char *error, size_t error_b
     return 0;
 }
 
-/* Fails if --store cannot be. Sets `resume` if the file exists. */
-static int store_check(const struct args *args, int trains, struct run_config *config, char *error, size_t error_bytes)
-{
-    struct stat status;
-    const int there = stat(config->store, &status) == 0;
-    const char *problem = NULL;
-    if (!trains) problem = "compare makes many runs, and one file keeps one; use --checkpoint DIR";
-    else if (config->checkpoint) problem = "the file is the checkpoint; leave --checkpoint out";
-    else if (config->dist && config->dist->ranks > 1)
-        problem = "several processes cannot share a file; use --checkpoint DIR under mpirun";
-    else if (config->resume && !there) problem = "there is no such file to resume";
-    else if (args_given(args, "keep") || args_given(args, "checkpoint-every"))
-        problem = "every step is kept, the last one only; --keep and --checkpoint-every are for --checkpoint DIR";
-    config->resume |= there;
-    if (!problem) return 0;
-    snprintf(error, error_bytes, "--store %s: %s", config->store, problem);
-    return 2;
-}
-
 int run_config_complete(struct args *args, const struct option_group *groups, int n_groups, struct run_config *config,
                         char *error, size_t error_bytes)
 {
-    /* `compare` gives each run a directory of its own, so nothing is restored here. */
-    int trains = groups[0].n > 0 && config->recipe;
-    int status = config->store ? store_check(args, trains, config, error, error_bytes) : 0;
-    if (status) return status;
-    if (!config->checkpoint &&
-        ((config->resume && !config->store) || args_given(args, "checkpoint-every") || args_given(args, "keep"))) {
+    if (!config->checkpoint && (config->resume || args_given(args, "checkpoint-every") || args_given(args, "keep"))) {
         snprintf(error, error_bytes, "--%s needs --checkpoint DIR",
                  config->resume             ? "resume"
                  : args_given(args, "keep") ? "keep"
                                             : "checkpoint-every");
         return 2;
     }
+    /* `compare` gives each run a directory of its own, so nothing is restored here. */
+    int trains = groups[0].n > 0 && config->recipe;
     if (config->resume && trains) {
-        status = restore(args, groups, n_groups, config, error, error_bytes);
+        int status = restore(args, groups, n_groups, config, error, error_bytes);
         if (status != 0) return status;
     } else if (config->init) {
-        status = run_shape_from_init(args, config, error, error_bytes);
+        int status = run_shape_from_init(args, config, error, error_bytes);
         if (status) return status;
     }
     if (!config->data.n) {

@@ -101,10 +101,7 @@ void print_bytes(const uint8_t *bytes, size_t n)
 
 /* ---- JSON -------------------------------------------------------------------------------------------------------- */
 
-uint64_t run_held_bytes(const struct run_result *r)
-{
-    return r->weight_bytes + r->gradient_bytes + (r->stored ? 0 : r->state_bytes);
-}
+uint64_t run_held_bytes(const struct run_result *r) { return r->weight_bytes + r->gradient_bytes + r->state_bytes; }
 
 void run_result_document(struct document *d, const struct run_result *r)
 {
@@ -134,7 +131,6 @@ void run_result_document(struct document *d, const struct run_result *r)
     put_number(d, bytes, "gradients", (double)r->gradient_bytes / n);
     put_number(d, bytes, "states", (double)r->state_bytes / n);
     put_number(d, bytes, "total", (double)run_held_bytes(r) / n);
-    put_flag(d, object, "states_in_file", r->stored);
     put_integer(d, object, "peak_gradient_bytes", (int64_t)r->peak_gradient_bytes);
     put_integer(d, object, "activation_bytes", (int64_t)r->activation_bytes);
     if (r->peak_process_bytes) put_integer(d, object, "peak_process_bytes", (int64_t)r->peak_process_bytes);

@@ -1,4 +1,3 @@
-#define HALFSTEP_ADVANCED
 #include "trainer/run/train.h"
 
 #include <errno.h>
@@ -10,7 +9,7 @@
 #include "common/interrupt.h"
 #include "trainer/ranks/train_ranks.h"
 
-enum { SKIPS_IN_A_ROW = 20 };
+enum { SKIPS_IN_A_ROW = 20, LOSS_MEAN_STEPS = 20 };
 
 /* ---- Steps ------------------------------------------------------------------------------------------------------- */
 
@@ -132,7 +131,6 @@ static int micro_step(struct run *run, double *loss)
         return run_fail(run, "%s", lm_error(run->model));
     if (run->stream_failed) return 1;
     if (run->streams || last_micro_step(run)) return 0;
-    if (run_store_note_micro(run) != 0) return 1;
     double begun = progress_clock();
     const halfstep_call call = {
         .struct_size = sizeof call, .micro = 1, .gradients = (const void *const *)run->gradients};
@@ -151,10 +149,8 @@ static int finish_step(struct run *run, struct run_point *point)
         const halfstep_call round = {.struct_size = sizeof round, .kind = HALFSTEP_CALL_ROUND};
         *norm = sqrt(run->squares) / c->loss_scale;
         if (isfinite(*norm)) run->released_norm = *norm;
-        if (run_store_note(run, point) != 0) return 1;
         if (halfstep_run(run->optimizer, &round) != HALFSTEP_OK) return run_fail_in(run, run->optimizer);
     } else {
-        if (run_store_note(run, point) != 0) return 1;
         double begun = progress_clock();
         int code;
         if (ranks_finish_exchange(run) != 0 || ranks_step(run, &code) != 0 || run_judge(run, code) != 0) return 1;
@@ -169,9 +165,6 @@ static int finish_step(struct run *run, struct run_point *point)
             *norm = sqrt(run->squares) / c->loss_scale;
         }
     }
-    /* A refused step leaves the file as it was, but the run is one step further. */
-    if (run->store && run->skipped_now && halfstep_flush(run->optimizer, run->own_weights) != HALFSTEP_OK)
-        return run_fail_in(run, run->optimizer);
     return run_count_skip(run);
 }
 
@@ -190,10 +183,8 @@ static int update(struct run *run, struct run_point *point)
     double sum = 0;
     run->skipped_now = 0;
     run->squares = 0;
-    const int64_t made = run->first_micro_step;
-    memset(run->losses + made, 0, (size_t)(c->micro_steps - made) * sizeof *run->losses);
-    run->first_micro_step = 0;
-    for (int64_t i = made + tree_first_leaf(c->micro_steps, run->ranks, run->rank); i < end_of_micro_steps(run); i++) {
+    memset(run->losses, 0, (size_t)c->micro_steps * sizeof *run->losses);
+    for (int64_t i = tree_first_leaf(c->micro_steps, run->ranks, run->rank); i < end_of_micro_steps(run); i++) {
         run->micro_step = i;
         if (c->release && set_release_scale(run) != 0) return 1;
         if (last_micro_step(run) && ranks_begin_exchange(run) != 0) return 1;
@@ -309,12 +300,6 @@ static int record(struct run *run, const struct run_point *point, double val_los
     return 0;
 }
 
-static int validation_due(const struct run *run)
-{
-    const struct run_config *c = run->config;
-    return run->step == c->steps || (c->val_every && run->step % c->val_every == 0);
-}
-
 static int train_step(struct run *run)
 {
     const struct run_config *c = run->config;
@@ -331,7 +316,7 @@ static int train_step(struct run *run)
     point.seconds = run->trained_seconds;
     if (history_add_point(&run->result->history, &point) != 0) return run_fail(run, "out of memory");
     int last = run->step == c->steps;
-    if (validation_due(run)) status = validate(run, &val_loss);
+    if (last || (c->val_every && run->step % c->val_every == 0)) status = validate(run, &val_loss);
     if (!status) status = record(run, &point, val_loss, took > 0 ? (double)(sequences * c->context) / took : NAN);
     if (!status && c->checkpoint && c->checkpoint_every && run->step % c->checkpoint_every == 0 && !last) {
         /* A later save may succeed, so a failed one only warns. The save at the end must succeed. */
@@ -350,10 +335,7 @@ static int interrupted(struct run *run, int number)
 {
     const struct run_config *c = run->config;
     progress_end(run->progress);
-    if (c->store) {
-        run_fail(run, "interrupted after step %lld; %s has it, and the same command goes on", (long long)run->step,
-                 c->store);
-    } else if (!c->checkpoint) {
+    if (!c->checkpoint) {
         run_fail(run, "interrupted after step %lld; nothing was saved (no --checkpoint)", (long long)run->step);
     } else if (run->saved_step != run->step && run_save(run) != 0) {
         char why[600];
@@ -370,13 +352,6 @@ static int interrupted(struct run *run, int number)
 
 /* ---- The run ----------------------------------------------------------------------------------------------------- */
 
-/* Returns the step of the last validation, or -1. */
-static double last_validation(const struct run *run)
-{
-    const struct run_history *history = &run->result->history;
-    return history->n_validations ? history->validation[history->n_validations - 1].step : -1;
-}
-
 static int loop(struct run *run)
 {
     const struct run_config *c = run->config;
@@ -388,9 +363,6 @@ static int loop(struct run *run)
     /* The first point of every curve is the untrained model. */
     double loss;
     if (run->step == 0 && !r->history.n_validations) status = validate(run, &loss);
-    /* A file has a step at once, and its validation with the step after it. */
-    if (!status && run->store && run->step > 0 && validation_due(run) && last_validation(run) != (double)run->step)
-        status = validate(run, &loss);
     while (!status && run->step < c->steps) {
         if ((number = run->dist ? run->signal : interrupt_pending()) != 0) return interrupted(run, number);
         status = train_step(run);
@@ -405,21 +377,8 @@ static int loop(struct run *run)
     r->tokens_per_s = made && trained > 0 ? (double)(made * c->batch * c->micro_steps * c->context) / trained : NAN;
     progress_end(run->progress);
     if (c->checkpoint && run->saved_step != run->step && run_save(run) != 0) return 1;
-    if (c->store && run_store_keep(run) != 0) return 1;
-    if (run_place(c)) snprintf(r->checkpoint, sizeof r->checkpoint, "%s", run_place(c));
+    if (c->checkpoint) snprintf(r->checkpoint, sizeof r->checkpoint, "%s", c->checkpoint);
     return run_fill_result(run);
-}
-
-/* Sets weights and states to those of the checkpoint or the file, or to the first ones. */
-static int begin(struct run *run)
-{
-    const struct run_config *c = run->config;
-    if (c->resume) return run_resume(run);
-    int status = c->store ? run_store_create(run) : 0;
-    if (!status) status = run_initialize(run);
-    if (!status && c->store) status = run_store_begin(run);
-    if (status) run_store_abandon(run);
-    return status;
 }
 
 int run_agree(struct run *run, int status)
@@ -451,7 +410,7 @@ int train_run(const struct run_config *config, const struct run_data *data, stru
     }
     int status = run_agree(&run, run_open_directory(&run));
     if (!status) status = run_agree(&run, run_build(&run));
-    if (!status) status = run_agree(&run, begin(&run));
+    if (!status) status = run_agree(&run, config->resume ? run_resume(&run) : run_initialize(&run));
     if (!status) status = run_agree(&run, run_open_log(&run));
     if (!status) status = ranks_hand_out(&run);
     if (!status) {

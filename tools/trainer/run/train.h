@@ -55,7 +55,6 @@ struct run_config {
     const char *init_note;  /* note for the user about the config.json of --init, or NULL */
     const char *log;        /* CSV file or NULL */
     const char *checkpoint; /* directory or NULL */
-    const char *store;      /* file of states or NULL */
     int64_t checkpoint_every, keep;
     int resume;
     const char *resume_from; /* the checkpoint to resume: a directory, or one checkpoint in it. NULL: checkpoint */
@@ -98,10 +97,6 @@ struct lm_config run_shape(const struct run_config *config);
  * status with an error text. */
 int run_shape_from_init(struct args *args, struct run_config *config, char *error, size_t error_bytes);
 int run_shape_resumed(struct run_config *config, char *error, size_t error_bytes);
-
-struct trainer_file;
-/* Reads trainer.json of a file of states, as trainer_file_read() does from a checkpoint. */
-int run_store_read(const char *path, struct trainer_file *file, char *error, size_t error_bytes);
 
 struct run_data {
     size_t files; /* number of files of --data */
@@ -150,7 +145,6 @@ struct run_result {
     int agreed;            /* all ranks know of the failure; if not, the other ranks still run */
     int diverged;          /* gradients stayed not finite, and the run ended early */
     uint64_t job_received; /* bytes that all ranks together have received in steps */
-    int stored;            /* state_bytes are in a file, with the extra streams of weights */
     int tensors_skip;      /* skipped_steps counts tensors, not steps */
     double train_loss;     /* mean of the last (up to 20) steps, NaN without any */
     double val_loss;
@@ -196,17 +190,6 @@ void print_run(const struct run_result *result);
 void print_held(const struct run_result *result);
 /* Prints bytes as text. Unprintable bytes are escaped on a terminal and unchanged in a file or pipe. */
 void print_bytes(const uint8_t *bytes, size_t n);
-
-/* What train lm keeps in a file of states beside them: trainer.json and config.json as a checkpoint has them, the text
- * of history_write(), and the losses of the micro-steps that the states of an unfinished step have. */
-#define STORE_TRAINER "trainer.json"
-#define STORE_CONFIG "config.json"
-#define STORE_HISTORY "history"
-#define STORE_MICRO_STEPS "micro_steps"
-/* Write and read the points that the mean loss needs, `now` last unless it is NULL, and the last validation. The rest
- * of the curve is in --log only. history_read() returns 0, or -1 for a damaged text or without memory. */
-void history_write(const struct run_history *history, const struct run_point *now, struct text *text);
-int history_read(struct run_history *history, const char *text);
 
 /* Append to the history; the checkpoint code uses them, too. Return 0, or -1 if out of memory. */
 int history_add_point(struct run_history *history, const struct run_point *point);

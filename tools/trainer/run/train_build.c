@@ -295,8 +295,7 @@ int run_build(struct run *run)
     int status = run_create_optimizer(run);
     if (!status) status = ranks_open(run);
     if (!status) status = run_add_tensors(run);
-    if (!status && !c->store && halfstep_allocate_states(run->optimizer) != HALFSTEP_OK)
-        status = run_fail_in(run, run->optimizer);
+    if (!status && halfstep_allocate_states(run->optimizer) != HALFSTEP_OK) status = run_fail_in(run, run->optimizer);
     if (!status) status = check_accumulation(run);
     if (status) return status;
     run->gradient_dtype = weight_dtype(halfstep_format_find(c->gradients));
@@ -319,9 +318,8 @@ int run_build(struct run *run)
     run->holding = (struct holding){&run->shape, run->optimizer, run->own_weights, run->tensors};
     uint64_t extras, states;
     halfstep_memory(run->optimizer, NULL, NULL, &extras, &states, &result->fell_back);
-    result->stored = c->store != NULL;
-    result->weight_bytes += result->stored ? 0 : extras;
-    result->state_bytes = states + (result->stored ? extras : 0);
+    result->weight_bytes += extras;
+    result->state_bytes = states;
     return build_model(run);
 }
 
@@ -330,7 +328,6 @@ void run_dismantle(struct run *run)
     lm_destroy(run->model);
     run_tree_close(run);
     ranks_close(run);
-    halfstep_store_close(run->store);
     halfstep_destroy(run->whole);
     halfstep_destroy(run->optimizer);
     free(run->weight_memory);

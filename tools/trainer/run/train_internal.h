@@ -9,10 +9,9 @@
 #include "common/tree.h"
 #include "trainer/files/checkpoint.h"
 #include "trainer/files/run_lock.h"
-#include "trainer/files/trainer_file.h"
 #include "trainer/run/train.h"
 
-enum { NORM_PIECE = 1 << 16, LOSS_MEAN_STEPS = 20 };
+enum { NORM_PIECE = 1 << 16 };
 
 /* The part of a run that only several processes use (train_ranks.h). */
 struct rows;
@@ -43,7 +42,6 @@ struct run {
     struct lm_config shape;
     struct lm *model;
     halfstep_optimizer *optimizer;
-    halfstep_store *store; /* with --store: where the states are */
     struct holding holding;
     int32_t decayed, plain; /* groups: with and without weight decay */
     int32_t ends;           /* the group of embedding and head: `decayed`, or a group of AdamW */
@@ -61,11 +59,10 @@ struct run {
     float *scratch; /* room for NORM_PIECE values or one row, whichever is longer */
     struct log *log;
 
-    int64_t step;             /* steps done */
-    int64_t micro_step;       /* the current one of the step */
-    int64_t first_micro_step; /* those before it are in the states of a resumed run */
-    double squares;           /* sum of squares of this step's gradients, loss scale included */
-    double released_norm;     /* gradient norm of the previous step, which --clip uses with --release */
+    int64_t step;         /* steps done */
+    int64_t micro_step;   /* the current one of the step */
+    double squares;       /* sum of squares of this step's gradients, loss scale included */
+    double released_norm; /* gradient norm of the previous step, which --clip uses with --release */
     int skipped_now, skips_in_a_row, skip_warned, log_lost;
     int stream_failed;
     double started, optimizer_seconds, trained_seconds;
@@ -138,25 +135,6 @@ void run_tell(struct run *run, const char *note);
 int run_agree(struct run *run, int status);
 /* Saves a checkpoint and reads it back to verify it. Collective. */
 int run_save(struct run *run);
-
-/* Returns the directory or file that keeps the run. */
-const char *run_place(const struct run_config *config);
-/* Writes trainer.json for the run after this step. Returns 0, or -1 if out of memory. */
-int run_trainer_text(const struct run *run, int64_t step, struct text *text);
-
-/* train_store.c. run_store_create() makes the file, with weights of zeros; run_store_begin() puts the first weights
- * into it. run_store_open() takes all from an existing file. */
-int run_store_create(struct run *run);
-int run_store_begin(struct run *run);
-/* Removes a file that could not be begun. */
-void run_store_abandon(struct run *run);
-int run_store_open(struct run *run);
-/* Set what the file keeps of the run with the next step, whose point is `now`, or with the next micro-step. Do nothing
- * without a file. */
-int run_store_note(struct run *run, const struct run_point *now);
-int run_store_note_micro(struct run *run);
-/* Makes the file hold the run as it is, without a step. */
-int run_store_keep(struct run *run);
 
 /* train_outcome.c. Returns the weights to evaluate with: the stored weights, or fp32 copies of the average if the rule
  * keeps one. The caller frees `*copies`. Returns NULL after an error. Collective. */

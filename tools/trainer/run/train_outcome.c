@@ -13,16 +13,14 @@ static int count_changes(struct run *run, const struct holding *whole, int tenso
 {
     const struct lm_tensor info = run_tensor(run, tensor);
     const halfstep_tensor t = checkpoint_tensor(&info, "f32");
-    halfstep_slot_info now = slot_info(whole->optimizer, tensor, HALFSTEP_SLOT_WEIGHT);
+    const halfstep_slot_info now = slot_info(whole->optimizer, tensor, HALFSTEP_SLOT_WEIGHT);
     float *values = source ? NULL : malloc((size_t)(info.rows * info.row_length) * sizeof *values);
-    void *extra;
-    int bad = holding_extra(whole, tensor, &now, &extra) != 0 || (!source && !values);
+    int bad = !source && !values;
     if (values) lm_init_tensor(&run->shape, tensor, run->config->seed, values);
     const struct first_weights first = {source, &info, values};
     if (!bad)
         bad = checkpoint_count_changes(run->config->recipe, &t, &now, whole->weights[tensor], &first, changed, why,
                                        why_bytes) != 0;
-    free(extra);
     free(values);
     return bad;
 }
@@ -87,9 +85,7 @@ static int fill_whole(struct run *run)
     struct holding whole;
     int status = ranks_collect(run, &whole);
     if (!status && run->rank == 0) {
-        if (holding_hash(&whole, &run->result->state_hash) != 0)
-            status =
-                run_fail(run, "%s: the states cannot be read, or there is not enough memory", run_place(run->config));
+        run->result->state_hash = holding_hash(&whole);
         run->result->weights_changed = weights_changed(run, &whole);
     }
     ranks_drop(run, &whole);
@@ -127,8 +123,8 @@ void run_fill_diverged(struct run *run)
     struct run_result *r = run->result;
     fill_result(run);
     r->train_loss = r->val_loss = NAN;
-    if (run->dist || run->store) return;
-    holding_hash(&run->holding, &r->state_hash);
+    if (run->dist) return;
+    r->state_hash = holding_hash(&run->holding);
     r->weights_changed = weights_changed(run, &run->holding);
 }
 

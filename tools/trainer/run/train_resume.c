@@ -54,14 +54,13 @@ static int keep_option(void *context, const struct option *option, const char *v
     return 0;
 }
 
-const char *run_place(const struct run_config *config) { return config->store ? config->store : config->checkpoint; }
-
-int run_trainer_text(const struct run *run, int64_t step, struct text *text)
+/* Writes trainer.json for the current state of the run. Returns 0, or -1 if out of memory. */
+static int trainer_text(const struct run *run, struct text *text)
 {
     char hash[2][24];
     snprintf(hash[0], sizeof hash[0], "%016llx", (unsigned long long)run->data->data_hash);
     snprintf(hash[1], sizeof hash[1], "%016llx", (unsigned long long)run->data->val_hash);
-    struct trainer_file file = {.step = (uint64_t)step,
+    struct trainer_file file = {.step = (uint64_t)run->step,
                                 .threads = (uint64_t)run->threads,
                                 .data_bytes = run->data->data_file.n,
                                 .data_hash = hash[0],
@@ -99,7 +98,7 @@ struct comparing {
 static int compare_option(void *context, const struct option *option, const char *here)
 {
     struct comparing *c = context;
-    const char *checkpoint = run_place(c->run->config), *there = trainer_file_option(c->saved, option->name);
+    const char *checkpoint = c->run->config->checkpoint, *there = trainer_file_option(c->saved, option->name);
     if (!(option->flags & OPTION_IDENTITY)) return 0;
     /* An older checkpoint lacks newer options. It was made with their defaults. */
     if (!there && (option->initial || !here[0])) there = option->initial ? option->initial : "";
@@ -119,7 +118,7 @@ static int same_data(struct run *run, const char *saved, uint64_t hash, const ch
     snprintf(text, sizeof text, "%016llx", (unsigned long long)hash);
     if (strcmp(saved, text) == 0) return 0;
     return run_fail(run, "--%s holds other bytes than the run in %s was trained on; give the same files", option,
-                    run_place(run->config));
+                    run->config->checkpoint);
 }
 
 /* Fails if the new --steps changes a schedule's factor at a step already made. */
@@ -138,7 +137,7 @@ static int same_factors(struct run *run, int64_t saved_steps, const char *schedu
             before != now)
             return run_fail(
                 run, "--steps is %lld here but %lld in %s, and the %s schedule of the steps already made depends on it",
-                (long long)c->steps, (long long)saved_steps, run_place(c), schedule);
+                (long long)c->steps, (long long)saved_steps, c->checkpoint, schedule);
     }
     return 0;
 }
@@ -176,7 +175,6 @@ static int same_model(struct run *run, const char *path)
 
 static int load_states(struct run *run, const halfstep_checkpoint *checkpoint)
 {
-    if (!checkpoint) return run_store_open(run);
     struct holding whole = run->holding;
     int status = run->dist ? ranks_make_whole(run, 1, &whole) : 0;
     if (!status)
@@ -194,26 +192,26 @@ static int resume_from(struct run *run, const halfstep_checkpoint *checkpoint, c
     if (status < 0) return run_fail(run, "out of memory");
     if (!status) status = same_data(run, saved->data_hash, run->data->data_hash, "data");
     if (!status && (saved->val_hash[0] != 0) != (c->val.n != 0))
-        status = run_fail(run, "--val is %s here but not in %s", c->val.n ? "given" : "missing", run_place(c));
+        status = run_fail(run, "--val is %s here but not in %s", c->val.n ? "given" : "missing", c->checkpoint);
     if (!status && c->val.n) status = same_data(run, saved->val_hash, run->data->val_hash, "val");
-    if (!status) status = same_model(run, c->resume_from ? c->resume_from : run_place(c));
+    if (!status) status = same_model(run, c->resume_from ? c->resume_from : c->checkpoint);
     if (!status && (uint64_t)c->steps < saved->step)
-        status = run_fail(run, "--steps is %lld, but %s is already at step %llu", (long long)c->steps, run_place(c),
+        status = run_fail(run, "--steps is %lld, but %s is already at step %llu", (long long)c->steps, c->checkpoint,
                           (unsigned long long)saved->step);
     if (!status) status = load_states(run, checkpoint);
     const char *saved_steps = trainer_file_option(saved, "steps");
     double steps = 0;
     if (!status && (!saved_steps || parse_number(saved_steps, &steps) != 0))
-        status = run_fail(run, "%s: trainer.json has no value for --steps", run_place(c));
+        status = run_fail(run, "%s: trainer.json has no value for --steps", c->checkpoint);
     if (!status) status = same_rates(run, (int64_t)steps);
     if (status) return status;
     /* Sums along the tree do not depend on the number of threads. */
     if (saved->threads != (uint64_t)run->threads && !run->by_tree)
         progress_note(run->progress,
                       "note: %s was made with %llu threads, this run has %d: sums may differ in their last bits",
-                      run_place(c), (unsigned long long)saved->threads, run->threads);
+                      c->checkpoint, (unsigned long long)saved->threads, run->threads);
     halfstep_checkpoint_info info = {.struct_size = sizeof info};
-    if (checkpoint) halfstep_get_checkpoint_info(checkpoint, &info);
+    halfstep_get_checkpoint_info(checkpoint, &info);
     run->sequence = info.sequence;
     run->released_norm = saved->released_norm;
     run->trained_seconds = saved->seconds;
@@ -224,13 +222,12 @@ static int resume_from(struct run *run, const halfstep_checkpoint *checkpoint, c
 int run_resume(struct run *run)
 {
     const struct run_config *c = run->config;
-    halfstep_checkpoint *checkpoint = NULL;
+    halfstep_checkpoint *checkpoint;
     struct trainer_file saved;
-    if (!c->store && halfstep_open_checkpoint(&checkpoint, c->resume_from ? c->resume_from : c->checkpoint, NULL,
-                                              run->error, run->error_bytes) != HALFSTEP_OK)
+    if (halfstep_open_checkpoint(&checkpoint, c->resume_from ? c->resume_from : c->checkpoint, NULL, run->error,
+                                 run->error_bytes) != HALFSTEP_OK)
         return 1;
-    int status = (c->store ? run_store_read(c->store, &saved, run->error, run->error_bytes)
-                           : trainer_file_read(checkpoint, &saved, run->error, run->error_bytes)) != HALFSTEP_OK;
+    int status = trainer_file_read(checkpoint, &saved, run->error, run->error_bytes) != HALFSTEP_OK;
     if (!status) status = resume_from(run, checkpoint, &saved);
     trainer_file_free(&saved);
     halfstep_close_checkpoint(checkpoint);
@@ -313,10 +310,10 @@ static int check_paths(struct run *run)
 {
     enum { OUTPUTS = 16 };
     const struct run_config *c = run->config;
-    struct named_path outputs[OUTPUTS] = {{"--log", c->log}, {"--store", c->store}};
+    struct named_path outputs[OUTPUTS] = {{"--log", c->log}};
     struct text path[OUTPUTS] = {{0}};
     const char *name;
-    int n = 1 + (c->store != NULL), failed = 0;
+    int n = 1, failed = 0;
     for (int i = -1; c->checkpoint && n < OUTPUTS && (name = i < 0 ? "manifest.json" : checkpoint_file_name(i)) != NULL;
          i++, n++) {
         text_add(&path[n], "%s/%s", c->checkpoint, name);
@@ -329,7 +326,7 @@ static int check_paths(struct run *run)
     const char *resumed = c->resume ? c->resume_from : NULL;
     if (!status) status = run_paths_check(c, resumed, outputs, 1, run->error, run->error_bytes);
     if (!status) status = run_paths_check(c, NULL, outputs, n, run->error, run->error_bytes);
-    for (int i = 0; i < n; i++) text_free(&path[i]);
+    for (int i = 1; i < n; i++) text_free(&path[i]);
     return status;
 }
 
@@ -337,9 +334,9 @@ int run_open_directory(struct run *run)
 {
     const struct run_config *c = run->config;
     if (run->rank != 0) return 0;
-    int status = run_place(c) ? run_each_option(c, check_text, run) : 0;
-    if (status) return status < 0 ? run_fail(run, "out of memory") : status;
     if (!c->checkpoint) return check_paths(run);
+    int status = run_each_option(c, check_text, run);
+    if (status) return status < 0 ? run_fail(run, "out of memory") : status;
     char note[1024];
     run->lock = run_lock_take(c->checkpoint, note, sizeof note);
     if (!run->lock) return run_fail(run, "%s", note);
@@ -420,7 +417,7 @@ static int save(struct run *run, const struct holding *whole)
     const struct run_config *c = run->config;
     struct text trainer = {0};
     char note[1024];
-    int status = run_trainer_text(run, run->step, &trainer) == 0 ? 0 : run_fail(run, "out of memory");
+    int status = trainer_text(run, &trainer) == 0 ? 0 : run_fail(run, "out of memory");
     if (!status) {
         look_for_others(run);
         halfstep_save_options options = {.struct_size = sizeof options,
