@@ -73,7 +73,8 @@ expect 2 '--data: .* contains a line break; rename the file' train lm --data "$d
 expect 1 'cannot create directory' train lm --data "$data" --checkpoint nowhere/run
 expect 1 'cannot write the log nowhere/log.csv' train lm --data "$data" --log nowhere/log.csv
 expect 1 'no checkpoint in nowhere' train lm --data "$data" --checkpoint nowhere --resume
-expect 1 'no checkpoint in nowhere' generate --checkpoint nowhere
+for command in generate plan; do expect 1 'cannot open nowhere: No such file or directory' $command --checkpoint nowhere; done
+expect 1 'cannot open nowhere: No such file or directory' train lm --data "$data" --init nowhere
 expect 1 'nowhere' inspect nowhere
 expect 1 'data/demo.txt' inspect "$data"
 # Every command refuses a malformed variable.

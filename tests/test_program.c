@@ -1185,7 +1185,7 @@ static void test_others_printed(void)
         {2, "unknown option --\\x1b[2J", "plan --\033[2J"},
         {2, "unknown command \\x1b[2J", "\033[2J"},
         {2, "--lr: \"\\x1b[2J\" is not a number", LM "--lr \033[2J"},
-        {1, "train lm: cannot open e?[31m", LM "--init e\033[31m"},
+        {1, "train lm: cannot open e\\x1b[31m", LM "--init e\033[31m"},
     };
     uint8_t file[600] = {0};
     size_t n = sizeof header - 1;

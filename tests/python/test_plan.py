@@ -52,7 +52,7 @@ def optimizer_of(recipe, shapes):
 def test_what_trains_nothing_is_refused(recipe, capsys):
     for recipes in (recipe, ["adamw/f32", recipe]):
         with pytest.raises(ValueError, match="'ema' is not an optimizer, it averages weights"):
-            plan(SHAPES, recipes)
+            plan({"weight": (64, 64)}, recipes)
     assert program.main(["plan", "7B", "--recipes", recipe]) != 0
     captured = capsys.readouterr()
     told = "'ema' is not an optimizer, it averages weights; use halfstep.EMA"

@@ -17,8 +17,7 @@ enum { RATE_BYTES = 320 };
 static const struct option compare_rows[] = {
     {"recipes", OPTION_STRING, offsetof(struct compare_options, recipes), "R,R,...", NULL, 0, 0, 0, NULL,
      "recipes to compare; the first is the reference. R@LR has a learning rate of its own; other options of a recipe "
-     "follow it: "
-     "adamw/bf16-sr:lr=2e-4:clip=1"},
+     "follow it: adamw/bf16-sr:lr=2e-4:clip=1"},
     {"seeds", OPTION_INTEGER, offsetof(struct compare_options, seeds), "N", "1", 1, REPORT_MAX_SEEDS, 0, NULL,
      "runs of each recipe, with seeds from --seed upwards"},
     {"out", OPTION_STRING, offsetof(struct compare_options, out), "DIR", "halfstep-compare", 0, 0, 0, NULL,
@@ -258,11 +257,10 @@ static int set_paths(struct compare *compare, const struct report_run *run, stru
 static void announce(struct compare *compare, struct progress *progress, int at, double started)
 {
     const struct report *report = &compare->report;
-    const struct report_run *run = &report->run[at];
     struct text line = {0};
     if (compare->base.quiet) return;
-    text_add(&line, "run %d of %d: %s", at + 1, report->runs, report->entry[run->entry].name);
-    if (report->seeds > 1) text_add(&line, ", seed %llu", (unsigned long long)run->seed);
+    text_add(&line, "run %d of %d: %s", at + 1, report->runs, report->entry[report->run[at].entry].name);
+    if (report->seeds > 1) text_add(&line, ", seed %llu", (unsigned long long)report->run[at].seed);
     if (at) {
         long left = lround((progress_clock() - started) / at * (report->runs - at));
         text_add(&line, " (about %ld:%02ld left in all)", left / 60, left % 60);
@@ -286,11 +284,8 @@ static int tell_failures(const struct compare *compare)
     const struct report *report = &compare->report;
     const struct report_run *first = NULL;
     int failed = 0;
-    for (int i = report->runs - 1; i >= 0; i--) {
-        if (!report->run[i].error) continue;
-        first = &report->run[i];
-        failed++;
-    }
+    for (int i = report->runs - 1; i >= 0; i--)
+        if (report->run[i].error) first = &report->run[i], failed++;
     if (!failed) return 0;
     return failure(compare->comparison->command, "%d of %d runs failed; %s: %s", failed, report->runs,
                    report->entry[first->entry].name, first->error);
@@ -430,8 +425,7 @@ static int conclude(struct compare *compare)
         bad = failure(command, "out of memory");
     }
     fflush(stdout);
-    if (bad) status = 1;
-    if (!status) status = tell_failures(compare);
+    if (bad || tell_failures(compare)) status = 1;
     for (int i = 0; i < report->checks; i++) {
         struct text line = {0};
         const int entry = report->check[i].entry;

@@ -1,5 +1,6 @@
 #include "trainer/files/model_files.h"
 
+#include <errno.h>
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -88,6 +89,10 @@ static int find_others(struct model_files *files, const char *path, const char *
             return -1;
         }
     } else if (!bad) {
+        if (!exists(path)) {
+            snprintf(error, error_bytes, "cannot open %s: %s", path, strerror(errno));
+            return -1;
+        }
         snprintf(files->model, sizeof files->model, "%s", path);
     }
     if (bad) {
