@@ -1,6 +1,6 @@
 /* Updates whose values stay in registers: a kernel for each rule with each recipe of fused.def. Functions are inlined
  * with constant rules and formats. Loops over a lane's places are unrolled, so that arrays of places are registers.
- * Included at the end of kernels.cu. Over 500 lines because all of a kernel is inlined from here. */
+ * Included at the end of kernels.cu. */
 #ifndef HSTEP_CUDA_FUSED_KERNELS_H
 #define HSTEP_CUDA_FUSED_KERNELS_H
 
