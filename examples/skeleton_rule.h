@@ -16,15 +16,23 @@
 
 #include "rules/rule.h"
 
+/* The row. src/rules/row.h explains its words. */
+#define skeleton_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                 \
+    RULE("signum", ELEMENTWISE, WHOLE, CAUTIOUS(SKELETON_DECAY), .label = "Signum",                        \
+         .title = "Signum (Bernstein et al. 2018)", .lr = 1e-3, .decay = "l2", .keeps = "momentum_buffer") \
+    STATE(SIGNED, "momentum_buffer", .beta = "momentum")                                                   \
+    HYPER(momentum, "decay rate of the momentum", .initial = 0.9, .maximum = 1.0, .exclusive = 1)
+HSTEP_NAME_HYPERS(skeleton)
+
 /* The constants of the kernel. The last member, named after the function prefix, is their number. */
 enum { SKELETON_BETA, SKELETON_NEW, SKELETON_LR, SKELETON_DECAY, skeleton_constants };
 
-/* Computes the constants on the host, in double, and rounds each to fp32 once. p->hyper[] is in the order of HYPER in
- * the row. */
+/* Computes the constants on the host, in double, and rounds each to fp32 once. */
 HSTEP_INLINE void skeleton_prepare(float *k, struct hstep_prepare *p)
 {
-    k[SKELETON_BETA] = (float)p->hyper[0];
-    k[SKELETON_NEW] = (float)(1.0 - p->hyper[0]);
+    const struct skeleton_hyper *h = HYPERS(skeleton, p->hyper);
+    k[SKELETON_BETA] = (float)h->momentum;
+    k[SKELETON_NEW] = (float)(1.0 - h->momentum);
     k[SKELETON_LR] = (float)p->lr;
     k[SKELETON_DECAY] = (float)p->decay;
 }
@@ -37,12 +45,5 @@ V_OP vf skeleton_rule(const vf *k, vf w, vf g, vf *s, const int mode)
     s[0] = v_add(v_mul(k[SKELETON_BETA], s[0]), v_mul(k[SKELETON_NEW], g));
     return v_add(v_mul(k[SKELETON_LR], v_sign(s[0])), v_mul(k[SKELETON_DECAY], w));
 }
-
-/* The row. src/rules/row.h explains its words. */
-#define skeleton_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                 \
-    RULE("signum", ELEMENTWISE, WHOLE, CAUTIOUS(SKELETON_DECAY), .label = "Signum",                        \
-         .title = "Signum (Bernstein et al. 2018)", .lr = 1e-3, .decay = "l2", .keeps = "momentum_buffer") \
-    STATE(SIGNED, "momentum_buffer", .beta = "momentum")                                                   \
-    HYPER("momentum", "decay rate of the momentum", .initial = 0.9, .maximum = 1.0, .exclusive = 1)
 
 #endif

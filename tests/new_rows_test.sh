@@ -51,7 +51,7 @@ refused_format bf16 's/NONE,/I8,/' "bf16: gradients have no second stream"
 refused src/formats/formats.def 's/^FORMAT(16,/FORMAT(17,/' FORMAT_ID_17
 refused_rule lion 's/lion_constants }/lion_constants = HSTEP_MAX_SCALARS + 1 }/' "more constants than HSTEP_MAX_SCALARS"
 refused_rule lion 's/ELEMENTWISE,/FACTORED(1, 0),/' "FACTORED(n, ...) has n states"
-refused_rule lion 's/^    HYPER("beta1"/    OPTIONAL("beta1", ROWS, "rows") \\\n&/' "only MATRIX may have an OPTIONAL state over rows"
+refused_rule lion 's/^    HYPER(beta1/    OPTIONAL("beta1", ROWS, "rows") \\\n&/' "only MATRIX may have an OPTIONAL state over rows"
 refused_rule muon 's/OPTIONAL("normalize_rows", ROWS/OPTIONAL("normalize_rows", COLUMNS/' "only MATRIX may have an OPTIONAL state over rows"
 refused_rule lion 's/RULE("lion"/RULE("lion-of-more-than-23-characters"/' "names have 1 to 23 characters"
 refused_rule lion 's/CAUTIOUS(LION_DECAY)/CAUTIOUS(lion_constants)/' "CAUTIOUS names a constant of another rule"

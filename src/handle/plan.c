@@ -21,11 +21,10 @@ static int place_array(const halfstep_optimizer *o, void *ours, uint64_t bytes, 
 int hstep_first_plan(halfstep_optimizer *o)
 {
     uint64_t limbs = HSTEP_EXACT_LIMBS * sizeof(int64_t);
-    int error;
-    if ((error = allocate(o, limbs, &o->plan.round_squares)) || (error = allocate(o, limbs, &o->plan.statistics)) ||
-        (error = allocate(o, sizeof *o->verdict, &o->verdict)))
-        return error;
-    return o->device->zero(&o->context, o->plan.round_squares, limbs);
+    int error = allocate(o, limbs, &o->plan.round_squares);
+    if (!error) error = allocate(o, limbs, &o->plan.statistics);
+    if (!error) error = allocate(o, sizeof *o->verdict, &o->verdict);
+    return error ? error : o->device->zero(&o->context, o->plan.round_squares, limbs);
 }
 
 /* Tells whether updates of two tensors with equally many steps differ only in random words, grids and scalars.
@@ -105,18 +104,20 @@ int hstep_settle(halfstep_optimizer *o)
     for (int i = 0; !error && i < o->n_tensors; i++)
         hstep_cut_tensor(&o->tensors[i], i, o->chunks + o->tensors[i].first_chunk);
     if (!error) task_bytes = ((uint64_t)hstep_join_chunks(o->chunks, n_chunks, o->tasks) + 1) * sizeof *o->tasks;
-    if (error || (error = place_array(o, o->chunks, chunk_bytes, &plan.chunks)) ||
-        (error = place_array(o, o->tasks, task_bytes, &plan.tasks)) ||
-        (error = place_array(o, o->tensors, count * sizeof *o->tensors, &plan.tensors)) ||
-        (error = place_array(o, o->groups, ((uint64_t)o->n_groups + 1) * sizeof *o->groups, &plan.groups)) ||
-        (error = allocate(o, count * sizeof *plan.updates, &plan.updates)) ||
-        (error = device->zero(&o->context, plan.updates, count * sizeof *plan.updates)) ||
-        (error = allocate(o, (uint64_t)statistics_count * sizeof *plan.statistics, &plan.statistics)) ||
-        (error = allocate(o, workspace * sizeof *plan.workspace, &plan.workspace)) ||
-        (!device->shared &&
-         ((error = device->copy(&o->context, (void *)(uintptr_t)plan.chunks, o->chunks, chunk_bytes)) ||
-          (error = device->copy(&o->context, (void *)(uintptr_t)plan.tasks, o->tasks, task_bytes)))) ||
-        (device->settle && (error = device->settle(&o->context, &plan)))) {
+    if (!error) error = place_array(o, o->chunks, chunk_bytes, &plan.chunks);
+    if (!error) error = place_array(o, o->tasks, task_bytes, &plan.tasks);
+    if (!error) error = place_array(o, o->tensors, count * sizeof *o->tensors, &plan.tensors);
+    if (!error) error = place_array(o, o->groups, ((uint64_t)o->n_groups + 1) * sizeof *o->groups, &plan.groups);
+    if (!error) error = allocate(o, count * sizeof *plan.updates, &plan.updates);
+    if (!error) error = device->zero(&o->context, plan.updates, count * sizeof *plan.updates);
+    if (!error) error = allocate(o, (uint64_t)statistics_count * sizeof *plan.statistics, &plan.statistics);
+    if (!error) error = allocate(o, workspace * sizeof *plan.workspace, &plan.workspace);
+    if (!error && !device->shared) {
+        error = device->copy(&o->context, (void *)(uintptr_t)plan.chunks, o->chunks, chunk_bytes);
+        if (!error) error = device->copy(&o->context, (void *)(uintptr_t)plan.tasks, o->tasks, task_bytes);
+    }
+    if (!error && device->settle) error = device->settle(&o->context, &plan);
+    if (error) {
         int64_t *first = o->plan.statistics;
         o->plan = plan;
         hstep_release_plan(o);

@@ -276,7 +276,8 @@ V_OP void fused_rule(const struct hstep_fused *a, struct fused_scratch *scratch,
                                        ? (char *)scratch->gradient
                                        : a->code[HALFSTEP_SLOT_GRADIENT] + (wide ? 4 : 2) * t};
     char *weight = a->code[HALFSTEP_SLOT_WEIGHT] + (plain ? 4 * t : 0);
-    vf k[HSTEP_MAX_SCALARS], scale = v_set(a->gradient_scale);
+    vf k[HSTEP_MAX_SCALARS];
+    const struct gradient_terms terms = gradient_terms(a->gradient_scale, 0.0f, 0.0f);
     for (int j = 0; j < HSTEP_MAX_SCALARS; j++) k[j] = v_set(a->k[j]);
 
     for (int64_t b = 0; b < n; b += HSTEP_GROUP)
@@ -288,7 +289,10 @@ V_OP void fused_rule(const struct hstep_fused *a, struct fused_scratch *scratch,
             state_load(r1, plain, l1, l2, l3, &s1, r, &se[1], &so[1]);
             state_load(r2, plain, l1, l2, l3, &s2, r, &se[2], &so[2]);
             state_load(r3, plain, l1, l2, l3, &s3, r, &se[3], &so[3]);
-            if (w.gradient != HSTEP_FORMAT_any) ge = v_mul(ge, scale), go = v_mul(go, scale);
+            if (w.gradient != HSTEP_FORMAT_any) {
+                ge = effective_gradient(terms, ge, ge);
+                go = effective_gradient(terms, go, go);
+            }
             if (w.parts == HSTEP_PARTS_ROOT || (w.parts == HSTEP_PARTS_ROOTLESS && !plain)) {
                 vf re, ro;
                 v_store(scratch->change + r, start(k, ge, se, mode, &re));
@@ -371,7 +375,8 @@ V_OP void fused_norms(const struct hstep_fused *a, struct fused_scratch *scratch
     struct fused_slot g = {.code = w.gradient == HSTEP_FORMAT_any
                                        ? (char *)scratch->gradient
                                        : a->code[HALFSTEP_SLOT_GRADIENT] + (wide ? 4 : 2) * t};
-    vf k[HSTEP_MAX_SCALARS], scale = v_set(a->gradient_scale);
+    vf k[HSTEP_MAX_SCALARS];
+    const struct gradient_terms terms = gradient_terms(a->gradient_scale, 0.0f, 0.0f);
     for (int j = 0; j < HSTEP_MAX_SCALARS; j++) k[j] = v_set(a->k[j]);
     struct fused_sum sum0 = fused_no_sum(), sum1 = fused_no_sum(), sum2 = fused_no_sum(), sum3 = fused_no_sum();
     for (int64_t b = 0; b < n; b += HSTEP_GROUP)
@@ -386,7 +391,10 @@ V_OP void fused_norms(const struct hstep_fused *a, struct fused_scratch *scratch
             state_load(r3, plain, l1, l2, l3, &s3, r, &se[3], &so[3]);
             vf we = plain ? v_loadu(weight + 4 * r) : v_load(scratch->weight + r);
             vf wo = plain ? v_loadu(weight + 4 * (r + VL)) : v_load(scratch->weight + r + VL);
-            if (w.gradient != HSTEP_FORMAT_any) ge = v_mul(ge, scale), go = v_mul(go, scale);
+            if (w.gradient != HSTEP_FORMAT_any) {
+                ge = effective_gradient(terms, ge, ge);
+                go = effective_gradient(terms, go, go);
+            }
             norms(k, we, ge, se, xe, mode);
             norms(k, wo, go, so, xo, mode);
             if (count > 0) fused_square(&sum0, part, xe[0], xo[0], plain, scratch->state[0].stash + r);
@@ -402,8 +410,8 @@ V_OP void fused_norms(const struct hstep_fused *a, struct fused_scratch *scratch
 
 /* ---- Gradients that are changed before the rule sees them ---- */
 
-/* Writes the gradient as the rule takes it to scratch memory, as gradient_tile() does. If l2 is not 0, the weight must
- * be in scratch memory, or in place if plain. */
+/* Writes the gradient as the rule takes it to scratch memory. If l2 is not 0, the weight must be in scratch memory, or
+ * in place if plain. */
 V_OP void fused_gradient(const int bits, const int extra_bits, const int plain,
                          void (*decode)(const char *, const char *, int64_t, vf *, vf *), const struct hstep_fused *a,
                          struct fused_scratch *scratch, int64_t t, int64_t n)
@@ -411,21 +419,18 @@ V_OP void fused_gradient(const int bits, const int extra_bits, const int plain,
     const char *code = a->code[HALFSTEP_SLOT_GRADIENT] + t * bits / 8;
     const char *extra = a->extra[HALFSTEP_SLOT_GRADIENT] + t * extra_bits / 8;
     const char *weight = a->code[HALFSTEP_SLOT_WEIGHT] + (plain ? 4 * t : 0);
-    const vf s = v_set(a->gradient_scale), c = v_set(a->mean), l = v_set(a->l2);
-    const int centered = a->mean != 0.0f, decayed = a->l2 != 0.0f;
+    const struct gradient_terms terms = gradient_terms(a->gradient_scale, a->mean, a->l2);
     for (int64_t r = 0; r < n; r += PAIR) {
         vf ge, go;
         if (plain) ge = v_loadu(code + 4 * r), go = v_loadu(code + 4 * (r + VL));
         else decode(code, extra, r, &ge, &go);
-        ge = v_mul(ge, s);
-        go = v_mul(go, s);
-        if (centered) ge = v_sub(ge, c), go = v_sub(go, c);
-        if (decayed) {
-            ge = v_add(ge, v_mul(l, plain ? v_loadu(weight + 4 * r) : v_load(scratch->weight + r)));
-            go = v_add(go, v_mul(l, plain ? v_loadu(weight + 4 * (r + VL)) : v_load(scratch->weight + r + VL)));
+        vf we = v_set(0.0f), wo = v_set(0.0f);
+        if (terms.decayed) {
+            we = plain ? v_loadu(weight + 4 * r) : v_load(scratch->weight + r);
+            wo = plain ? v_loadu(weight + 4 * (r + VL)) : v_load(scratch->weight + r + VL);
         }
-        v_store(scratch->gradient + r, ge);
-        v_store(scratch->gradient + r + VL, go);
+        v_store(scratch->gradient + r, effective_gradient(terms, ge, we));
+        v_store(scratch->gradient + r + VL, effective_gradient(terms, go, wo));
     }
 }
 

@@ -6,7 +6,29 @@
 #include "kernels/fused.h"
 
 #if VL > 1
-/* ---- Every rule with every recipe ---- */
+/* ---- Every rule with every recipe ----
+ *
+ * The macros below make 1,764 functions for rules and recipes. Those that a rule does not need have no body. This is
+ * the one for AdamW, bf16 gradients and int8 states, with the constants that the preprocessor leaves computed:
+ *
+ *   static void fused_adamw_bf16_int8_int8_0(const struct hstep_fused *a, struct fused_scratch *scratch, int64_t t,
+ *                                            int64_t n)
+ *   {
+ *       if (1)
+ *           fused_rule(a, scratch,
+ *                      (struct fused_what){HSTEP_PARTS_ROOT, 0, HSTEP_FORMAT_bf16, HSTEP_FORMAT_int8,
+ *                                          HSTEP_FORMAT_int8, 3, {{SIGNED, NONNEG, NONNEG, 0}, {0, 0, 1, 0}}},
+ *                      adamw_rule, adamw_start, fused_load_bf16, fused_start_int8, fused_load_int8, fused_store_int8,
+ *                      fused_start_int8, fused_load_int8, fused_store_int8, t, n);
+ *   }
+ *
+ * The roles are those of both moments and of the optional one. fused_rule() (fused.h) is inlined there, and with it all
+ * functions that it is given. It is the first of the three loops of a step. The second is fused_end_adamw_bf16_sr() for
+ * bf16-sr weights. The third is fused_both_bf16_int8_int8(), which writes the codes of both states. This command shows
+ * another:
+ *
+ *   cc -E -P -mavx2 -Iinclude -Isrc -DHSTEP_ISA=avx2 '-DHSTEP_VEC_HEADER="vec/avx2.h"' src/kernels/kernels.c |
+ *       sed 's/__attribute__/\n/g' | grep 'fused_lion_bf16_int8_int8_0(' */
 
 /* 1 if fused loops can serve the rule at all. Others take the tile path. */
 #define FUSED_FITS(name) ((int)name##_states <= HSTEP_FUSED_STATES && (int)name##_vectors == 0)

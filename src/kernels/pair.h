@@ -190,6 +190,28 @@ V_OP void encode_codes(const int format, const int nonneg, const float *stash, c
     }
 }
 
+/* ---- The gradient that a rule takes ---- */
+
+struct gradient_terms {
+    vf scale, mean, l2;
+    int centered, decayed; /* 0: the mean or l2 is 0 and left out, because adding it could turn -0 into +0 */
+};
+
+V_OP struct gradient_terms gradient_terms(float scale, float mean, float l2)
+{
+    return (struct gradient_terms){v_set(scale), v_set(mean), v_set(l2), mean != 0.0f, l2 != 0.0f};
+}
+
+/* Returns the raw gradient times its scale, less the mean of its row, plus l2 times the weight. The order of the three
+ * is part of the promise of bits. */
+V_OP vf effective_gradient(struct gradient_terms terms, vf raw, vf w)
+{
+    vf g = v_mul(raw, terms.scale);
+    if (terms.centered) g = v_sub(g, terms.mean);
+    if (terms.decayed) g = v_add(g, v_mul(terms.l2, w));
+    return g;
+}
+
 /* ---- Cautious updates (Liang et al. 2024, algorithm 1) ---- */
 
 /* True where the update and the gradient have the same sign and neither is 0. Uses the sign of the update because the

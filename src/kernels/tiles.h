@@ -301,13 +301,9 @@ V_OP void vector_tile(vf (*vector)(const vf *, vf, vf, int), const int pair, con
 
 static void gradient_tile(float *g, const float *w, float scale, float mean, float l2, int64_t n)
 {
-    vf s = v_set(scale), c = v_set(mean), l = v_set(l2);
-    for (int64_t i = 0; i < n; i += VL) {
-        vf x = v_mul(v_load(g + i), s);
-        if (mean != 0.0f) x = v_sub(x, c);
-        if (l2 != 0.0f) x = v_add(x, v_mul(l, v_load(w + i)));
-        v_store(g + i, x);
-    }
+    const struct gradient_terms terms = gradient_terms(scale, mean, l2);
+    for (int64_t i = 0; i < n; i += VL)
+        v_store(g + i, effective_gradient(terms, v_load(g + i), terms.decayed ? v_load(w + i) : v_set(0.0f)));
 }
 
 /* Sets x to 1 where the update agrees with the gradient, else to 0. */

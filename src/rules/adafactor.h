@@ -38,6 +38,32 @@
 
 #include "rules/rule.h"
 
+#define adafactor_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                          \
+    RULE("adafactor", FACTORED(1, 2), WHOLE, NOT_CAUTIOUS("sums over the tensor come before its update"),            \
+         .label = "Adafactor", .title = "Adafactor: factored second moments, relative steps (Shazeer & Stern 2018)", \
+         .lr = 1e-2, .decay = "decoupled")                                                                           \
+    STATE(NONNEG, "variance")                                                                                        \
+    STATE(ROWS, "row_var")                                                                                           \
+    STATE(COLUMNS, "col_var")                                                                                        \
+    OPTIONAL("beta1", SIGNED, "exp_avg", .beta = "beta1")                                                            \
+    HYPER(beta1, "decay rate of the first moment, of updates without lr; 0 needs no state", BELOW_1(0.0))            \
+    HYPER(beta2_decay, "beta2 is 1 - t^beta2_decay in update t", .initial = -0.8, .minimum = -1e3,                   \
+          .maximum = 0.0)                                                                                            \
+    HYPER(eps, "smallest root of a second moment; published: added to squares of gradients", .initial = 0x1p-23,     \
+          .maximum = 1.0)                                                                                            \
+    HYPER(scale_eps, "smallest root mean square of a weight that scales its step", .initial = 1e-3,                  \
+          .maximum = 1e30)                                                                                           \
+    HYPER(d, "largest root mean square of a tensor's quotients; no bound if 0", .initial = 1.0, .maximum = 1e30)     \
+    HYPER(relative_step, "1: lr is 1 / sqrt(t) in update t, and at most the lr that is set", .initial = 1.0,         \
+          .maximum = 1.0)                                                                                            \
+    HYPER(warmup_init, "1: relative steps are at most 1e-6 t in update t", .maximum = 1.0)                           \
+    HYPER(scale_parameter, "1: steps are times the weight's root mean square", .initial = 1.0, .maximum = 1.0)       \
+    HYPER(published, "1: eps, decay and a first moment of whole steps, as transformers has them", .maximum = 1.0)    \
+    SCALAR(update_rms, .maximum = 1e300)                                                                             \
+    SCALAR(weight_rms, .maximum = 1e300)
+HSTEP_NAME_HYPERS(adafactor)
+HSTEP_NAME_SCALARS(adafactor)
+
 enum {
     ADAFACTOR_BETA1,
     ADAFACTOR_NEW1, /* factor of the newest update in m: 1 - b1, the clip, and L if m holds whole steps */
@@ -56,20 +82,23 @@ HSTEP_INLINE double adafactor_reciprocal(double x) { return x > 1.0 / FLT_MAX ? 
 
 HSTEP_INLINE void adafactor_prepare(float *k, struct hstep_prepare *p)
 {
+    const struct adafactor_hyper *h = HYPERS(adafactor, p->hyper);
     const struct hstep_own *own = hstep_own(p);
-    double beta1 = p->hyper[0], eps = p->hyper[2], threshold = p->hyper[4], t = (double)p->t;
+    struct adafactor_scalar *scalar = SCALARS(adafactor, own->scalar);
+    double beta1 = h->beta1, eps = h->eps, threshold = h->d, t = (double)p->t;
     /* Without a first moment both forms agree, and m is the change. m then includes L too. */
-    int published = p->hyper[8] != 0.0, whole = published || beta1 == 0.0;
-    double fresh = hstep_pow(t, p->hyper[1]), step = p->lr, clip = 1.0, floor = published ? 0.0 : eps;
-    if (p->hyper[5] != 0.0 && step > 1.0 / sqrt(t)) step = 1.0 / sqrt(t);
-    if (p->hyper[5] != 0.0 && p->hyper[6] != 0.0 && step > 1e-6 * t) step = 1e-6 * t;
+    int published = h->published != 0.0, whole = published || beta1 == 0.0;
+    double fresh = hstep_pow(t, h->beta2_decay), step = p->lr, clip = 1.0, floor = published ? 0.0 : eps;
+    if (h->relative_step != 0.0 && step > 1.0 / sqrt(t)) step = 1.0 / sqrt(t);
+    if (h->relative_step != 0.0 && h->warmup_init != 0.0 && step > 1e-6 * t) step = 1e-6 * t;
     if (p->norm) {
         double root = sqrt(own->elements);
-        own->scalar[0] = p->norm[0] / root;
-        own->scalar[1] = p->norm[1] / root;
-        if (threshold > 0.0 && own->scalar[0] > threshold) clip = threshold / own->scalar[0];
+        scalar->update_rms = p->norm[0] / root;
+        scalar->weight_rms = p->norm[1] / root;
+        if (threshold > 0.0 && scalar->update_rms > threshold) clip = threshold / scalar->update_rms;
     }
-    if (p->hyper[7] != 0.0) step = step * (own->scalar[1] > p->hyper[3] ? own->scalar[1] : p->hyper[3]);
+    double least = h->scale_eps;
+    if (h->scale_parameter != 0.0) step = step * (scalar->weight_rms > least ? scalar->weight_rms : least);
     k[ADAFACTOR_BETA1] = (float)beta1;
     k[ADAFACTOR_NEW1] = (float)((1.0 - beta1) * (whole ? step : 1.0) * clip);
     k[ADAFACTOR_STEP] = whole ? 1.0f : (float)step;
@@ -84,7 +113,8 @@ HSTEP_INLINE void adafactor_prepare(float *k, struct hstep_prepare *p)
 /* Returns 1 / max(mean(r), f). */
 HSTEP_INLINE double adafactor_factor(const double *hyper, double mean, int pair)
 {
-    const double floor = hyper[8] != 0.0 ? 0.0 : hyper[2];
+    const struct adafactor_hyper *h = HYPERS(adafactor, hyper);
+    const double floor = h->published != 0.0 ? 0.0 : h->eps;
     (void)pair;
     return adafactor_reciprocal(mean > floor ? mean : floor);
 }
@@ -124,29 +154,5 @@ V_OP vf adafactor_rule(const vf *k, vf w, vf g, vf *s, const int mode)
     s[3] = v_add(v_mul(k[ADAFACTOR_BETA1], s[3]), v_mul(k[ADAFACTOR_NEW1], u));
     return v_add(v_mul(k[ADAFACTOR_STEP], s[3]), v_mul(k[ADAFACTOR_DECAY], w));
 }
-
-#define adafactor_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                          \
-    RULE("adafactor", FACTORED(1, 2), WHOLE, NOT_CAUTIOUS("sums over the tensor come before its update"),            \
-         .label = "Adafactor", .title = "Adafactor: factored second moments, relative steps (Shazeer & Stern 2018)", \
-         .lr = 1e-2, .decay = "decoupled")                                                                           \
-    STATE(NONNEG, "variance")                                                                                        \
-    STATE(ROWS, "row_var")                                                                                           \
-    STATE(COLUMNS, "col_var")                                                                                        \
-    OPTIONAL("beta1", SIGNED, "exp_avg", .beta = "beta1")                                                            \
-    HYPER("beta1", "decay rate of the first moment, of updates without lr; 0 needs no state", BELOW_1(0.0))          \
-    HYPER("beta2_decay", "beta2 is 1 - t^beta2_decay in update t", .initial = -0.8, .minimum = -1e3,                 \
-          .maximum = 0.0)                                                                                            \
-    HYPER("eps", "smallest root of a second moment; published: added to squares of gradients", .initial = 0x1p-23,   \
-          .maximum = 1.0)                                                                                            \
-    HYPER("scale_eps", "smallest root mean square of a weight that scales its step", .initial = 1e-3,                \
-          .maximum = 1e30)                                                                                           \
-    HYPER("d", "largest root mean square of a tensor's quotients; no bound if 0", .initial = 1.0, .maximum = 1e30)   \
-    HYPER("relative_step", "1: lr is 1 / sqrt(t) in update t, and at most the lr that is set", .initial = 1.0,       \
-          .maximum = 1.0)                                                                                            \
-    HYPER("warmup_init", "1: relative steps are at most 1e-6 t in update t", .maximum = 1.0)                         \
-    HYPER("scale_parameter", "1: steps are times the weight's root mean square", .initial = 1.0, .maximum = 1.0)     \
-    HYPER("published", "1: eps, decay and a first moment of whole steps, as transformers has them", .maximum = 1.0)  \
-    SCALAR("update_rms", .maximum = 1e300)                                                                           \
-    SCALAR("weight_rms", .maximum = 1e300)
 
 #endif

@@ -8,14 +8,14 @@
 
 #include "rules/adamw.h"
 
-enum { adam_constants = adamw_constants };
-
-HSTEP_INLINE void adam_prepare(float *k, struct hstep_prepare *p) { adamw_prepare(k, p); }
-
 #define adam_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)             \
     RULE("adam", ELEMENTWISE, PARTS(adamw), CAUTIOUS(ADAMW_DECAY), \
          .label = "Adam", .title = "Adam (Kingma & Ba 2015)",      \
          .lr = 1e-3, .decay = "l2", .keeps = "exp_avg")            \
     ADAMW_STATES_AND_HYPERS(STATE, OPTIONAL, HYPER)
+
+enum { adam_constants = adamw_constants };
+
+HSTEP_INLINE void adam_prepare(float *k, struct hstep_prepare *p) { adamw_prepare(k, p); }
 
 #endif

@@ -22,6 +22,30 @@
 
 #include "rules/rule.h"
 
+/* The states and decay rates of rules with Adam's two moments. */
+#define ADAM_MOMENTS(STATE, HYPER, beta1_, beta2_)                  \
+    STATE(SIGNED, "exp_avg", .beta = "beta1")                       \
+    STATE(NONNEG, "exp_avg_sq", .beta = "beta2")                    \
+    HYPER(beta1, "decay rate of the first moment", BELOW_1(beta1_)) \
+    HYPER(beta2, "decay rate of the second moment", BELOW_1(beta2_))
+
+/* Shared with Adam. */
+#define ADAMW_STATES_AND_HYPERS(STATE, OPTIONAL, HYPER)                                                        \
+    STATE(SIGNED, "exp_avg", .beta = "beta1")                                                                  \
+    STATE(NONNEG, "exp_avg_sq", .beta = "beta2", .precise_while = "amsgrad", .precise = HSTEP_FORMAT_bf16_sr)  \
+    OPTIONAL("amsgrad", NONNEG, "max_exp_avg_sq", .precise_while = "amsgrad", .precise = HSTEP_FORMAT_bf16_sr) \
+    HYPER(beta1, "decay rate of the first moment", BELOW_1(0.9))                                               \
+    HYPER(beta2, "decay rate of the second moment", BELOW_1(0.999))                                            \
+    HYPER(eps, "added to the root of the debiased second moment", .initial = 1e-8, .maximum = 1.0)             \
+    HYPER(amsgrad, "1: divide by the largest second moment so far (Reddi et al. 2018)", .maximum = 1.0)
+
+#define adamw_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                            \
+    RULE("adamw", ELEMENTWISE, PARTS(adamw), CAUTIOUS(ADAMW_DECAY),                                \
+         .label = "AdamW", .title = "Adam with decoupled weight decay (Loshchilov & Hutter 2019)", \
+         .lr = 1e-3, .weight_decay = 1e-2, .decay = "decoupled", .keeps = "exp_avg")               \
+    ADAMW_STATES_AND_HYPERS(STATE, OPTIONAL, HYPER)
+HSTEP_NAME_HYPERS(adamw)
+
 enum {
     ADAMW_BETA1, ADAMW_NEW1, ADAMW_BETA2, ADAMW_NEW2, ADAMW_ROOT, ADAMW_EPS, ADAMW_LR, ADAMW_DECAY, ADAMW_BOUND,
     adamw_constants
@@ -43,9 +67,9 @@ HSTEP_INLINE float adamw_bound(double beta1, double beta2, uint64_t t)
 V_OP vf adamw_clamp(vf m, vf bound) { return v_max(v_min(m, bound), v_neg(bound)); }
 #endif
 
-HSTEP_INLINE void adamw_prepare(float *k, struct hstep_prepare *p)
+/* Sets the constants above. Rules with Adam's two moments share it. */
+HSTEP_INLINE void adamw_fill(float *k, const struct hstep_prepare *p, double beta1, double beta2, double eps)
 {
-    double beta1 = p->hyper[0], beta2 = p->hyper[1], eps = p->hyper[2];
     double correction1 = 1.0 - hstep_powi(beta1, p->t), correction2 = 1.0 - hstep_powi(beta2, p->t);
     k[ADAMW_BETA1] = (float)beta1;
     k[ADAMW_NEW1] = (float)(1.0 - beta1);
@@ -56,6 +80,12 @@ HSTEP_INLINE void adamw_prepare(float *k, struct hstep_prepare *p)
     k[ADAMW_LR] = (float)(p->lr / correction1);
     k[ADAMW_DECAY] = (float)p->decay;
     k[ADAMW_BOUND] = adamw_bound(beta1, beta2, p->t);
+}
+
+HSTEP_INLINE void adamw_prepare(float *k, struct hstep_prepare *p)
+{
+    const struct adamw_hyper *h = HYPERS(adamw, p->hyper);
+    adamw_fill(k, p, h->beta1, h->beta2, h->eps);
 }
 
 /* Updates m and v in s[0] and s[1]. Returns the root of v. */
@@ -85,28 +115,5 @@ V_OP vf adamw_end(const vf *k, vf w, vf numerator, vf root)
     vf update = v_div0(numerator, v_add(v_mul(root, k[ADAMW_ROOT]), k[ADAMW_EPS]));
     return v_add(v_mul(k[ADAMW_LR], update), v_mul(k[ADAMW_DECAY], w));
 }
-
-/* The states and decay rates of rules with Adam's two moments. */
-#define ADAM_MOMENTS(STATE, HYPER, beta1_, beta2_)                    \
-    STATE(SIGNED, "exp_avg", .beta = "beta1")                         \
-    STATE(NONNEG, "exp_avg_sq", .beta = "beta2")                      \
-    HYPER("beta1", "decay rate of the first moment", BELOW_1(beta1_)) \
-    HYPER("beta2", "decay rate of the second moment", BELOW_1(beta2_))
-
-/* Shared with Adam. */
-#define ADAMW_STATES_AND_HYPERS(STATE, OPTIONAL, HYPER)                                                        \
-    STATE(SIGNED, "exp_avg", .beta = "beta1")                                                                  \
-    STATE(NONNEG, "exp_avg_sq", .beta = "beta2", .precise_while = "amsgrad", .precise = HSTEP_FORMAT_bf16_sr)  \
-    OPTIONAL("amsgrad", NONNEG, "max_exp_avg_sq", .precise_while = "amsgrad", .precise = HSTEP_FORMAT_bf16_sr) \
-    HYPER("beta1", "decay rate of the first moment", BELOW_1(0.9))                                             \
-    HYPER("beta2", "decay rate of the second moment", BELOW_1(0.999))                                          \
-    HYPER("eps", "added to the root of the debiased second moment", .initial = 1e-8, .maximum = 1.0)           \
-    HYPER("amsgrad", "1: divide by the largest second moment so far (Reddi et al. 2018)", .maximum = 1.0)
-
-#define adamw_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                            \
-    RULE("adamw", ELEMENTWISE, PARTS(adamw), CAUTIOUS(ADAMW_DECAY),                                \
-         .label = "AdamW", .title = "Adam with decoupled weight decay (Loshchilov & Hutter 2019)", \
-         .lr = 1e-3, .weight_decay = 1e-2, .decay = "decoupled", .keeps = "exp_avg")               \
-    ADAMW_STATES_AND_HYPERS(STATE, OPTIONAL, HYPER)
 
 #endif

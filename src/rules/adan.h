@@ -36,6 +36,20 @@
 
 #include "rules/adamw.h"
 
+#define adan_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                    \
+    RULE("adan", ELEMENTWISE, PARTS(adan), CAUTIOUS(ADAN_DECAY),                                          \
+         .label = "Adan", .title = "Adan, Nesterov momentum from gradient differences (Xie et al. 2022)", \
+         .lr = 1e-3, .weight_decay = 2e-2, .decay = "proximal", .keeps = "exp_avg")                       \
+    STATE(SIGNED, "exp_avg", .beta = "beta1")                                                             \
+    STATE(SIGNED, "exp_avg_diff", .beta = "beta2")                                                        \
+    STATE(NONNEG, "exp_avg_sq", .beta = "beta3")                                                          \
+    STATE(GRADIENT, "previous")                                                                           \
+    HYPER(beta1, "decay rate of the first moment", BELOW_1(0.98))                                         \
+    HYPER(beta2, "decay rate of the differences", BELOW_1(0.92))                                          \
+    HYPER(beta3, "decay rate of the second moment", BELOW_1(0.99))                                        \
+    HYPER(eps, "added to the root of the debiased second moment", .initial = 1e-8, .maximum = 1.0)
+HSTEP_NAME_HYPERS(adan)
+
 enum {
     ADAN_BETA1, ADAN_NEW1, ADAN_BETA2, ADAN_NEW2, ADAN_BETA3, ADAN_NEW3, ADAN_SEEN, ADAN_ROOT, ADAN_EPS, ADAN_AVERAGE,
     ADAN_DIFFERENCE, ADAN_DECAY, ADAN_BOUND, ADAN_BOUND_DIFFERENCE,
@@ -53,7 +67,8 @@ HSTEP_INLINE double adan_bound(double beta, double r, double beta3, uint64_t t)
 
 HSTEP_INLINE void adan_prepare(float *k, struct hstep_prepare *p)
 {
-    double beta1 = p->hyper[0], beta2 = p->hyper[1], beta3 = p->hyper[2];
+    const struct adan_hyper *h = HYPERS(adan, p->hyper);
+    double beta1 = h->beta1, beta2 = h->beta2, beta3 = h->beta3;
     double correction1 = 1.0 - hstep_powi(beta1, p->t), correction2 = 1.0 - hstep_powi(beta2, p->t);
     k[ADAN_BETA1] = (float)beta1;
     k[ADAN_NEW1] = (float)(1.0 - beta1);
@@ -63,7 +78,7 @@ HSTEP_INLINE void adan_prepare(float *k, struct hstep_prepare *p)
     k[ADAN_NEW3] = (float)(1.0 - beta3);
     k[ADAN_SEEN] = p->t > 1 ? 1.0f : 0.0f;
     k[ADAN_ROOT] = (float)(1.0 / sqrt(1.0 - hstep_powi(beta3, p->t)));
-    k[ADAN_EPS] = (float)p->hyper[3];
+    k[ADAN_EPS] = (float)h->eps;
     k[ADAN_AVERAGE] = (float)(p->lr / correction1);
     k[ADAN_DIFFERENCE] = (float)(p->lr * beta2 / correction2);
     k[ADAN_DECAY] = (float)p->decay;
@@ -101,18 +116,5 @@ V_OP vf adan_end(const vf *k, vf w, vf numerator, vf root)
     vf update = v_div0(numerator, v_add(v_mul(root, k[ADAN_ROOT]), k[ADAN_EPS]));
     return v_add(update, v_mul(k[ADAN_DECAY], w));
 }
-
-#define adan_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                    \
-    RULE("adan", ELEMENTWISE, PARTS(adan), CAUTIOUS(ADAN_DECAY),                                          \
-         .label = "Adan", .title = "Adan, Nesterov momentum from gradient differences (Xie et al. 2022)", \
-         .lr = 1e-3, .weight_decay = 2e-2, .decay = "proximal", .keeps = "exp_avg")                       \
-    STATE(SIGNED, "exp_avg", .beta = "beta1")                                                             \
-    STATE(SIGNED, "exp_avg_diff", .beta = "beta2")                                                        \
-    STATE(NONNEG, "exp_avg_sq", .beta = "beta3")                                                          \
-    STATE(GRADIENT, "previous")                                                                           \
-    HYPER("beta1", "decay rate of the first moment", BELOW_1(0.98))                                       \
-    HYPER("beta2", "decay rate of the differences", BELOW_1(0.92))                                        \
-    HYPER("beta3", "decay rate of the second moment", BELOW_1(0.99))                                      \
-    HYPER("eps", "added to the root of the debiased second moment", .initial = 1e-8, .maximum = 1.0)
 
 #endif

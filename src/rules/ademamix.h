@@ -27,6 +27,19 @@
 
 #include "rules/adamw.h"
 
+#define ademamix_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                      \
+    RULE("ademamix", ELEMENTWISE, PARTS(ademamix), CAUTIOUS(ADAMW_DECAY),                                       \
+         .label = "AdEMAMix", .title = "AdEMAMix: AdamW with a slow average besides (Pagliardini et al. 2024)", \
+         .lr = 1e-3, .decay = "decoupled", .keeps = "exp_avg")                                                  \
+    ADAM_MOMENTS(STATE, HYPER, 0.9, 0.999)                                                                      \
+    STATE(SIGNED, "exp_avg_slow", .beta = "beta3")                                                              \
+    HYPER(beta3, "decay rate of the slow average", BELOW_1(0.9999))                                             \
+    HYPER(eps, "added to the root of the debiased second moment", .initial = 1e-8, .maximum = 1.0)              \
+    HYPER(alpha, "factor of the slow average in the sum with the first moment", .initial = 5.0, .maximum = 1e3) \
+    HYPER(alpha_warmup, "updates in which alpha rises from 0; 0: none", .maximum = 1e15)                        \
+    HYPER(beta3_warmup, "updates in which beta3 rises from beta1, by half-lives; 0: none", .maximum = 1e15)
+HSTEP_NAME_HYPERS(ademamix)
+
 enum {
     ADEMAMIX_FAST = adamw_constants, ADEMAMIX_SLOW, ADEMAMIX_BETA3, ADEMAMIX_NEW3, ADEMAMIX_BOUND,
     ademamix_constants
@@ -44,15 +57,15 @@ HSTEP_INLINE double ademamix_beta3(double beta1, double beta3, double part)
 
 HSTEP_INLINE void ademamix_prepare(float *k, struct hstep_prepare *p)
 {
-    double beta1 = p->hyper[0], beta2 = p->hyper[1], beta3 = p->hyper[2], alpha = p->hyper[4], t = (double)p->t;
-    double alpha_warmup = p->hyper[5], beta3_warmup = p->hyper[6], now = beta3;
+    const struct ademamix_hyper *h = HYPERS(ademamix, p->hyper);
+    double beta1 = h->beta1, beta2 = h->beta2, beta3 = h->beta3, alpha = h->alpha, t = (double)p->t;
+    double alpha_warmup = h->alpha_warmup, beta3_warmup = h->beta3_warmup, now = beta3;
     double bound = 2.0 * (double)adamw_bound(beta3, beta2, p->t);
-    adamw_prepare(k, p);
+    adamw_fill(k, p, h->beta1, h->beta2, h->eps);
     if (t < alpha_warmup) alpha = alpha * (t / alpha_warmup);
     if (t < beta3_warmup) now = ademamix_beta3(beta1, beta3, t / beta3_warmup);
     if (beta3_warmup > 0.0 && beta1 < beta3) bound = bound * ((1.0 - beta1) / (1.0 - beta3));
     k[ADAMW_LR] = (float)p->lr;
-    k[ADAMW_EPS] = (float)p->hyper[3];
     k[ADEMAMIX_FAST] = (float)(1.0 / (1.0 - hstep_powi(beta1, p->t)));
     k[ADEMAMIX_SLOW] = (float)alpha;
     k[ADEMAMIX_BETA3] = (float)now;
@@ -70,17 +83,5 @@ V_OP vf ademamix_start(const vf *k, vf g, vf *s, const int mode, vf *root)
 }
 
 V_OP vf ademamix_end(const vf *k, vf w, vf numerator, vf root) { return adamw_end(k, w, numerator, root); }
-
-#define ademamix_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                        \
-    RULE("ademamix", ELEMENTWISE, PARTS(ademamix), CAUTIOUS(ADAMW_DECAY),                                         \
-         .label = "AdEMAMix", .title = "AdEMAMix: AdamW with a slow average besides (Pagliardini et al. 2024)",   \
-         .lr = 1e-3, .decay = "decoupled", .keeps = "exp_avg")                                                    \
-    ADAM_MOMENTS(STATE, HYPER, 0.9, 0.999)                                                                        \
-    STATE(SIGNED, "exp_avg_slow", .beta = "beta3")                                                                \
-    HYPER("beta3", "decay rate of the slow average", BELOW_1(0.9999))                                             \
-    HYPER("eps", "added to the root of the debiased second moment", .initial = 1e-8, .maximum = 1.0)              \
-    HYPER("alpha", "factor of the slow average in the sum with the first moment", .initial = 5.0, .maximum = 1e3) \
-    HYPER("alpha_warmup", "updates in which alpha rises from 0; 0: none", .maximum = 1e15)                        \
-    HYPER("beta3_warmup", "updates in which beta3 rises from beta1, by half-lives; 0: none", .maximum = 1e15)
 
 #endif

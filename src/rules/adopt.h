@@ -27,6 +27,21 @@
 
 #include "rules/rule.h"
 
+#define adopt_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                          \
+    RULE("adopt", ELEMENTWISE, WHOLE, CAUTIOUS(ADOPT_DECAY),                                                     \
+         .label = "ADOPT",                                                                                       \
+         .title = "ADOPT: gradients divided by the second moment before them (Taniguchi et al. 2024)",           \
+         .lr = 1e-3, .decay = "l2", .keeps = "exp_avg")                                                          \
+    STATE(SIGNED, "exp_avg", .beta = "beta1")                                                                    \
+    STATE(NONNEG, "exp_avg_sq", .beta = "beta2")                                                                 \
+    HYPER(beta1, "decay rate of the average of normalized gradients", BELOW_1(0.9))                              \
+    HYPER(beta2, "decay rate of the second moment", BELOW_1(0.9999))                                             \
+    HYPER(eps, "least root of the second moment that a gradient is divided by", .initial = 1e-6, .maximum = 1.0) \
+    HYPER(clip_power, "normalized gradients are bounded by the number of updates before to this power",          \
+          .initial = 0.25, .maximum = 16.0)                                                                      \
+    HYPER(clipped, "0: normalized gradients have no bound", .initial = 1.0, .maximum = 1.0)
+HSTEP_NAME_HYPERS(adopt)
+
 enum {
     ADOPT_BETA1, ADOPT_NEW1, ADOPT_BETA2, ADOPT_NEW2, ADOPT_EPS, ADOPT_CLIP, ADOPT_LR, ADOPT_DECAY,
     adopt_constants
@@ -34,14 +49,15 @@ enum {
 
 HSTEP_INLINE void adopt_prepare(float *k, struct hstep_prepare *p)
 {
-    double beta1 = p->hyper[0], beta2 = p->hyper[1], averaged = (double)(p->t - 1), most = FLT_MAX;
+    const struct adopt_hyper *h = HYPERS(adopt, p->hyper);
+    double beta1 = h->beta1, beta2 = h->beta2, averaged = (double)(p->t - 1), most = FLT_MAX;
     int first = p->t == 1;
-    if (p->hyper[4] != 0.0 && !first) most = hstep_pow(averaged, p->hyper[3]);
+    if (h->clipped != 0.0 && !first) most = hstep_pow(averaged, h->clip_power);
     k[ADOPT_BETA1] = (float)beta1;
     k[ADOPT_NEW1] = (float)(1.0 - beta1);
     k[ADOPT_BETA2] = first ? 0.0f : (float)beta2;
     k[ADOPT_NEW2] = first ? 1.0f : (float)(1.0 - beta2);
-    k[ADOPT_EPS] = (float)p->hyper[2];
+    k[ADOPT_EPS] = (float)h->eps;
     k[ADOPT_CLIP] = first ? 0.0f : most < FLT_MAX ? (float)most : FLT_MAX;
     k[ADOPT_LR] = first ? 0.0f : (float)p->lr;
     k[ADOPT_DECAY] = first ? 0.0f : (float)p->decay;
@@ -56,19 +72,5 @@ V_OP vf adopt_rule(const vf *k, vf w, vf g, vf *s, const int mode)
     s[1] = v_add(v_mul(k[ADOPT_BETA2], s[1]), v_mul(v_mul(k[ADOPT_NEW2], g), g));
     return v_add(v_mul(k[ADOPT_LR], s[0]), v_mul(k[ADOPT_DECAY], w));
 }
-
-#define adopt_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                            \
-    RULE("adopt", ELEMENTWISE, WHOLE, CAUTIOUS(ADOPT_DECAY),                                                       \
-         .label = "ADOPT",                                                                                         \
-         .title = "ADOPT: gradients divided by the second moment before them (Taniguchi et al. 2024)",             \
-         .lr = 1e-3, .decay = "l2", .keeps = "exp_avg")                                                            \
-    STATE(SIGNED, "exp_avg", .beta = "beta1")                                                                      \
-    STATE(NONNEG, "exp_avg_sq", .beta = "beta2")                                                                   \
-    HYPER("beta1", "decay rate of the average of normalized gradients", BELOW_1(0.9))                              \
-    HYPER("beta2", "decay rate of the second moment", BELOW_1(0.9999))                                             \
-    HYPER("eps", "least root of the second moment that a gradient is divided by", .initial = 1e-6, .maximum = 1.0) \
-    HYPER("clip_power", "normalized gradients are bounded by the number of updates before to this power",          \
-          .initial = 0.25, .maximum = 16.0)                                                                        \
-    HYPER("clipped", "0: normalized gradients have no bound", .initial = 1.0, .maximum = 1.0)
 
 #endif

@@ -34,6 +34,27 @@
 
 #include "rules/adafactor.h"
 
+#define came_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                           \
+    RULE("came", FACTORED(2, 1), WHOLE, NOT_CAUTIOUS("sums over the tensor come before its update"),             \
+         .label = "CAME", .title = "CAME: confidence-guided updates, factored second moments (Luo et al. 2023)", \
+         .lr = 2e-4, .decay = "decoupled")                                                                       \
+    STATE(SIGNED, "exp_avg", .beta = "beta1")                                                                    \
+    STATE(NONNEG, "exp_avg_sq", .beta = "beta2")                                                                 \
+    STATE(ROWS, "exp_avg_sq_row", .beta = "beta2")                                                               \
+    STATE(COLUMNS, "exp_avg_sq_col", .beta = "beta2")                                                            \
+    STATE(ROWS, "exp_avg_res_row", .beta = "beta3")                                                              \
+    STATE(COLUMNS, "exp_avg_res_col", .beta = "beta3")                                                           \
+    HYPER(beta1, "decay rate of the first moment, of clipped quotients", BELOW_1(0.9))                           \
+    HYPER(beta2, "decay rate of the second moments", BELOW_1(0.999))                                             \
+    HYPER(beta3, "decay rate of the instability", BELOW_1(0.9999))                                               \
+    HYPER(eps, "added to squares of gradients", .initial = 1e-30, .maximum = 1.0)                                \
+    HYPER(instability_eps, "added to squares of the instability", .initial = 1e-16, .maximum = 1.0)              \
+    HYPER(clip_threshold, "largest root mean square of a tensor's quotients; no bound if 0", .initial = 1.0,     \
+          .maximum = 1e30)                                                                                       \
+    SCALAR(update_rms, .maximum = 1e300)
+HSTEP_NAME_HYPERS(came)
+HSTEP_NAME_SCALARS(came)
+
 enum {
     CAME_BETA1,
     CAME_NEW1,
@@ -53,11 +74,13 @@ enum {
 
 HSTEP_INLINE void came_prepare(float *k, struct hstep_prepare *p)
 {
+    const struct came_hyper *h = HYPERS(came, p->hyper);
     const struct hstep_own *own = hstep_own(p);
-    double beta1 = p->hyper[0], beta2 = p->hyper[1], beta3 = p->hyper[2], threshold = p->hyper[5], clip = 1.0;
+    struct came_scalar *scalar = SCALARS(came, own->scalar);
+    double beta1 = h->beta1, beta2 = h->beta2, beta3 = h->beta3, threshold = h->clip_threshold, clip = 1.0;
     if (p->norm) {
-        own->scalar[0] = p->norm[0] / sqrt(own->elements);
-        if (threshold > 0.0 && own->scalar[0] > threshold) clip = threshold / own->scalar[0];
+        scalar->update_rms = p->norm[0] / sqrt(own->elements);
+        if (threshold > 0.0 && scalar->update_rms > threshold) clip = threshold / scalar->update_rms;
     }
     k[CAME_BETA1] = (float)beta1;
     k[CAME_NEW1] = (float)(1.0 - beta1);
@@ -66,8 +89,8 @@ HSTEP_INLINE void came_prepare(float *k, struct hstep_prepare *p)
     k[CAME_BETA3] = (float)beta3;
     k[CAME_NEW3] = (float)(1.0 - beta3);
     k[CAME_NEW2_REST] = own->matrix ? 0.0f : k[CAME_NEW2];
-    k[CAME_EPS] = (float)p->hyper[3];
-    k[CAME_INSTABILITY_EPS] = (float)p->hyper[4];
+    k[CAME_EPS] = (float)h->eps;
+    k[CAME_INSTABILITY_EPS] = (float)h->instability_eps;
     k[CAME_REST] = own->matrix ? 0.0f : 1.0f;
     k[CAME_CLIP] = (float)clip;
     k[CAME_LR] = (float)p->lr;
@@ -123,24 +146,5 @@ V_OP vf came_rule(const vf *k, vf w, vf g, vf *s, const int mode)
     vf divisor = v_add(v_sqrt(v_mul(s[4], s[5])), k[CAME_REST]);
     return v_add(v_mul(k[CAME_LR], v_div0(s[0], divisor)), v_mul(k[CAME_DECAY], w));
 }
-
-#define came_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                           \
-    RULE("came", FACTORED(2, 1), WHOLE, NOT_CAUTIOUS("sums over the tensor come before its update"),             \
-         .label = "CAME", .title = "CAME: confidence-guided updates, factored second moments (Luo et al. 2023)", \
-         .lr = 2e-4, .decay = "decoupled")                                                                       \
-    STATE(SIGNED, "exp_avg", .beta = "beta1")                                                                    \
-    STATE(NONNEG, "exp_avg_sq", .beta = "beta2")                                                                 \
-    STATE(ROWS, "exp_avg_sq_row", .beta = "beta2")                                                               \
-    STATE(COLUMNS, "exp_avg_sq_col", .beta = "beta2")                                                            \
-    STATE(ROWS, "exp_avg_res_row", .beta = "beta3")                                                              \
-    STATE(COLUMNS, "exp_avg_res_col", .beta = "beta3")                                                           \
-    HYPER("beta1", "decay rate of the first moment, of clipped quotients", BELOW_1(0.9))                         \
-    HYPER("beta2", "decay rate of the second moments", BELOW_1(0.999))                                           \
-    HYPER("beta3", "decay rate of the instability", BELOW_1(0.9999))                                             \
-    HYPER("eps", "added to squares of gradients", .initial = 1e-30, .maximum = 1.0)                              \
-    HYPER("instability_eps", "added to squares of the instability", .initial = 1e-16, .maximum = 1.0)            \
-    HYPER("clip_threshold", "largest root mean square of a tensor's quotients; no bound if 0", .initial = 1.0,   \
-          .maximum = 1e30)                                                                                       \
-    SCALAR("update_rms", .maximum = 1e300)
 
 #endif

@@ -21,6 +21,16 @@
 
 #include "rules/adamw.h"
 
+#define compass_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                             \
+    RULE("compass", ELEMENTWISE, PARTS(compass), CAUTIOUS(COMPASS_DECAY),                             \
+         .label = "Compass", .title = "Compass: the gradient amplified by its momentum (torchastic)", \
+         .lr = 1e-3, .decay = "decoupled", .keeps = "exp_avg")                                        \
+    ADAM_MOMENTS(STATE, HYPER, 0.99, 0.999)                                                           \
+    HYPER(eps, "added to the root of the debiased second moment", .initial = 1e-8, .maximum = 1.0)    \
+    HYPER(amplify, "factor of the momentum added to the gradient", .initial = 5.0, .maximum = 1e3)    \
+    HYPER(published, "1: torchastic's scaling, 1 / (1 - beta1) too large at first", .maximum = 1.0)
+HSTEP_NAME_HYPERS(compass)
+
 enum {
     COMPASS_BETA1, COMPASS_NEW1, COMPASS_BETA2, COMPASS_NEW2, COMPASS_AMPLIFY, COMPASS_ROOT, COMPASS_EPS, COMPASS_LR,
     COMPASS_DECAY, compass_constants
@@ -28,15 +38,16 @@ enum {
 
 HSTEP_INLINE void compass_prepare(float *k, struct hstep_prepare *p)
 {
-    double beta1 = p->hyper[0], beta2 = p->hyper[1], amplify = p->hyper[3], correction1 = 1.0 - hstep_powi(beta1, p->t);
-    int published = p->hyper[4] != 0.0;
+    const struct compass_hyper *h = HYPERS(compass, p->hyper);
+    double beta1 = h->beta1, beta2 = h->beta2, amplify = h->amplify, correction1 = 1.0 - hstep_powi(beta1, p->t);
+    int published = h->published != 0.0;
     k[COMPASS_BETA1] = (float)beta1;
     k[COMPASS_NEW1] = (float)(1.0 - beta1);
     k[COMPASS_BETA2] = (float)beta2;
     k[COMPASS_NEW2] = (float)(1.0 - beta2);
     k[COMPASS_AMPLIFY] = (float)(published ? amplify : amplify / correction1);
     k[COMPASS_ROOT] = (float)(1.0 / sqrt(1.0 - hstep_powi(beta2, p->t)));
-    k[COMPASS_EPS] = (float)p->hyper[2];
+    k[COMPASS_EPS] = (float)h->eps;
     k[COMPASS_LR] = (float)(published ? p->lr / correction1 : p->lr);
     k[COMPASS_DECAY] = (float)(published ? p->decay / correction1 : p->decay);
 }
@@ -56,14 +67,5 @@ V_OP vf compass_end(const vf *k, vf w, vf numerator, vf root)
     vf update = v_div0(numerator, v_add(v_mul(root, k[COMPASS_ROOT]), k[COMPASS_EPS]));
     return v_add(v_mul(k[COMPASS_LR], update), v_mul(k[COMPASS_DECAY], w));
 }
-
-#define compass_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                             \
-    RULE("compass", ELEMENTWISE, PARTS(compass), CAUTIOUS(COMPASS_DECAY),                             \
-         .label = "Compass", .title = "Compass: the gradient amplified by its momentum (torchastic)", \
-         .lr = 1e-3, .decay = "decoupled", .keeps = "exp_avg")                                        \
-    ADAM_MOMENTS(STATE, HYPER, 0.99, 0.999)                                                           \
-    HYPER("eps", "added to the root of the debiased second moment", .initial = 1e-8, .maximum = 1.0)  \
-    HYPER("amplify", "factor of the momentum added to the gradient", .initial = 5.0, .maximum = 1e3)  \
-    HYPER("published", "1: torchastic's scaling, 1 / (1 - beta1) too large at first", .maximum = 1.0)
 
 #endif

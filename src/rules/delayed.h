@@ -20,6 +20,17 @@
 
 #include "rules/adamw.h"
 
+#define delayed_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                           \
+    RULE("adamw-delayed", ELEMENTWISE, PARTS(adamw), CAUTIOUS(ADAMW_DECAY),                                         \
+         .label = "AdamWDelayed", .title = "AdamW with lumped decay, for weights with a residual (adamw_bfloat16)", \
+         .lr = 1e-3, .decay = "decoupled", .keeps = "exp_avg", .no_cautious_decay = "its decay comes in lumps")     \
+    ADAM_MOMENTS(STATE, HYPER, 0.9, 0.999)                                                                          \
+    HYPER(eps, "added to the root of the second moment", .initial = 1e-8, .maximum = 1.0)                           \
+    HYPER(threshold, "decay is gathered until it is above this, then applied", .initial = 5e-3, .maximum = 1.0)     \
+    SCALAR(accumulated_decay, .maximum = 1.0)
+HSTEP_NAME_HYPERS(delayed)
+HSTEP_NAME_SCALARS(delayed)
+
 enum { delayed_constants = adamw_constants };
 
 HSTEP_INLINE double delayed_start(uint64_t id)
@@ -31,26 +42,19 @@ HSTEP_INLINE double delayed_start(uint64_t id)
 
 HSTEP_INLINE void delayed_prepare(float *k, struct hstep_prepare *p)
 {
-    double threshold = p->hyper[3], lump = 0.0, *gathered = hstep_own(p)->scalar;
+    const struct delayed_hyper *h = HYPERS(delayed, p->hyper);
+    double threshold = h->threshold, lump = 0.0;
+    double *gathered = &SCALARS(delayed, hstep_own(p)->scalar)->accumulated_decay;
     if (p->full == 1) *gathered = threshold * delayed_start(hstep_own(p)->id);
     *gathered = *gathered + p->decay;
     if (*gathered > threshold) {
         lump = *gathered;
         *gathered = 0.0;
     }
-    adamw_prepare(k, p);
+    adamw_fill(k, p, h->beta1, h->beta2, h->eps);
     k[ADAMW_ROOT] = 1.0f;
-    k[ADAMW_LR] = (float)(p->lr * sqrt(1.0 - hstep_powi(p->hyper[1], p->t)));
+    k[ADAMW_LR] = (float)(p->lr * sqrt(1.0 - hstep_powi(h->beta2, p->t)));
     k[ADAMW_DECAY] = (float)lump;
 }
-
-#define delayed_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                           \
-    RULE("adamw-delayed", ELEMENTWISE, PARTS(adamw), CAUTIOUS(ADAMW_DECAY),                                         \
-         .label = "AdamWDelayed", .title = "AdamW with lumped decay, for weights with a residual (adamw_bfloat16)", \
-         .lr = 1e-3, .decay = "decoupled", .keeps = "exp_avg", .no_cautious_decay = "its decay comes in lumps")     \
-    ADAM_MOMENTS(STATE, HYPER, 0.9, 0.999)                                                                          \
-    HYPER("eps", "added to the root of the second moment", .initial = 1e-8, .maximum = 1.0)                         \
-    HYPER("threshold", "decay is gathered until it is above this, then applied", .initial = 5e-3, .maximum = 1.0)   \
-    SCALAR("accumulated_decay", .maximum = 1.0)
 
 #endif

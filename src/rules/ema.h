@@ -15,12 +15,21 @@
 
 #include "rules/rule.h"
 
+#define ema_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                            \
+    RULE("ema", RAW_GRADIENT, PARTS_ROOTLESS(ema), NOT_CAUTIOUS("it follows weights, not gradients"),            \
+         .label = "EMA", .title = "exponential moving average of weights; the gradient slot is the live weight", \
+         .lr = 1.0, .decay = "decoupled")                                                                        \
+    HYPER(beta, "decay rate of the average", BELOW_1(0.999))                                                     \
+    HYPER(debias, "1: an average of what was seen, from the first step on", .maximum = 1.0)
+HSTEP_NAME_HYPERS(ema)
+
 enum { EMA_RATE, EMA_DECAY, ema_constants };
 
 HSTEP_INLINE void ema_prepare(float *k, struct hstep_prepare *p)
 {
-    double beta = p->hyper[0], rate = 1.0 - beta;
-    if (p->hyper[1] != 0.0) rate = rate / (1.0 - hstep_powi(beta, p->full));
+    const struct ema_hyper *h = HYPERS(ema, p->hyper);
+    double beta = h->beta, rate = 1.0 - beta;
+    if (h->debias != 0.0) rate = rate / (1.0 - hstep_powi(beta, p->full));
     if (p->full == 1) rate = 1.0;
     k[EMA_RATE] = (float)(p->lr * rate);
     k[EMA_DECAY] = (float)p->decay;
@@ -40,12 +49,5 @@ V_OP vf ema_end(const vf *k, vf w, vf g, vf root)
     (void)root;
     return v_add(v_mul(k[EMA_RATE], v_sub(w, g)), v_mul(k[EMA_DECAY], w));
 }
-
-#define ema_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                            \
-    RULE("ema", RAW_GRADIENT, PARTS_ROOTLESS(ema), NOT_CAUTIOUS("it follows weights, not gradients"),            \
-         .label = "EMA", .title = "exponential moving average of weights; the gradient slot is the live weight", \
-         .lr = 1.0, .decay = "decoupled")                                                                        \
-    HYPER("beta", "decay rate of the average", BELOW_1(0.999))                                                   \
-    HYPER("debias", "1: an average of what was seen, from the first step on", .maximum = 1.0)
 
 #endif

@@ -23,17 +23,34 @@
 
 #include "rules/adamw.h"
 
+#define lamb_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                     \
+    RULE("lamb", NORMS(2), PARTS(lamb), NOT_CAUTIOUS("sums over the tensor come before its update"),       \
+         .label = "Lamb", .title = "LAMB: Adam with a trust ratio for each tensor (You et al. 2020)",      \
+         .lr = 1e-3, .decay = "decoupled", .keeps = "exp_avg")                                             \
+    ADAM_MOMENTS(STATE, HYPER, 0.9, 0.999)                                                                 \
+    HYPER(eps, "added to the root of the second moment", .initial = 1e-6, .maximum = 1.0)                  \
+    HYPER(max_weight_norm, "the weight's norm counts as at most this; 0: no bound", .initial = 10.0,       \
+          .maximum = 1e30)                                                                                 \
+    HYPER(trust_scale, "exponent of the trust ratio", .initial = 1.0, .maximum = 1.0)                      \
+    HYPER(adam, "1: a trust ratio of 1", .maximum = 1.0)                                                   \
+    HYPER(debias, "0: moments as they are, as LAMB16's baseline has them", .initial = 1.0, .maximum = 1.0) \
+    SCALAR(weight_norm, .maximum = 1e300)                                                                  \
+    SCALAR(update_norm, .maximum = 1e300)                                                                  \
+    SCALAR(trust_ratio, .maximum = 1e300)
+HSTEP_NAME_HYPERS(lamb)
+HSTEP_NAME_SCALARS(lamb)
+
 /* m is multiplied by LAMB_LR * LAMB_MEAN, and LAMB_DECAY is lambda. The other constants are those of adamw.h. */
 enum { LAMB_LR = ADAMW_LR, LAMB_DECAY = ADAMW_DECAY, LAMB_MEAN = ADAMW_BOUND + 1, lamb_constants };
 
 /* Returns x^y for a ratio of norms x and y of 0 to 1. Both ends are exact. */
 HSTEP_INLINE double lamb_power(double x, double y) { return y == 1.0 ? x : y == 0.0 ? 1.0 : hstep_pow(x, y); }
 
-HSTEP_INLINE void lamb_fill(float *k, struct hstep_prepare *p, int debias, double ratio)
+/* Sets what LAMB's rules have beside AdamW's constants. */
+HSTEP_INLINE void lamb_fill(float *k, const struct hstep_prepare *p, double beta1, int debias, double ratio)
 {
     double lambda = p->lr != 0.0 ? p->decay / p->lr : 0.0, rate = p->lr * ratio;
-    adamw_prepare(k, p);
-    k[LAMB_MEAN] = debias ? (float)(1.0 / (1.0 - hstep_powi(p->hyper[0], p->t))) : 1.0f;
+    k[LAMB_MEAN] = debias ? (float)(1.0 / (1.0 - hstep_powi(beta1, p->t))) : 1.0f;
     if (!debias) k[ADAMW_ROOT] = 1.0f;
     k[LAMB_DECAY] = (float)lambda;
     k[LAMB_LR] = rate < 1e30 ? (float)rate : 1e30f;
@@ -41,16 +58,18 @@ HSTEP_INLINE void lamb_fill(float *k, struct hstep_prepare *p, int debias, doubl
 
 HSTEP_INLINE void lamb_prepare(float *k, struct hstep_prepare *p)
 {
-    double most = p->hyper[3], ratio = 1.0;
+    const struct lamb_hyper *h = HYPERS(lamb, p->hyper);
+    double most = h->max_weight_norm, ratio = 1.0;
     if (p->norm) {
         double weight = most > 0.0 && p->norm[0] > most ? most : p->norm[0], update = p->norm[1];
-        if (weight > 0.0 && update > 0.0 && p->hyper[5] == 0.0) ratio = lamb_power(weight / update, p->hyper[4]);
-        double *scalar = hstep_own(p)->scalar;
-        scalar[0] = weight;
-        scalar[1] = update;
-        scalar[2] = ratio;
+        if (weight > 0.0 && update > 0.0 && h->adam == 0.0) ratio = lamb_power(weight / update, h->trust_scale);
+        struct lamb_scalar *scalar = SCALARS(lamb, hstep_own(p)->scalar);
+        scalar->weight_norm = weight;
+        scalar->update_norm = update;
+        scalar->trust_ratio = ratio;
     }
-    lamb_fill(k, p, p->hyper[6] != 0.0, ratio);
+    adamw_fill(k, p, h->beta1, h->beta2, h->eps);
+    lamb_fill(k, p, h->beta1, h->debias != 0.0, ratio);
 }
 
 V_OP vf lamb_start(const vf *k, vf g, vf *s, const int mode, vf *root)
@@ -82,20 +101,5 @@ V_OP void lamb_norms(const vf *k, vf w, vf g, vf *s, vf *x, const int mode)
     x[0] = w;
     x[1] = lamb_update(k, w, g, s, mode);
 }
-
-#define lamb_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                       \
-    RULE("lamb", NORMS(2), PARTS(lamb), NOT_CAUTIOUS("sums over the tensor come before its update"),         \
-         .label = "Lamb", .title = "LAMB: Adam with a trust ratio for each tensor (You et al. 2020)",        \
-         .lr = 1e-3, .decay = "decoupled", .keeps = "exp_avg")                                               \
-    ADAM_MOMENTS(STATE, HYPER, 0.9, 0.999)                                                                   \
-    HYPER("eps", "added to the root of the second moment", .initial = 1e-6, .maximum = 1.0)                  \
-    HYPER("max_weight_norm", "the weight's norm counts as at most this; 0: no bound", .initial = 10.0,       \
-          .maximum = 1e30)                                                                                   \
-    HYPER("trust_scale", "exponent of the trust ratio", .initial = 1.0, .maximum = 1.0)                      \
-    HYPER("adam", "1: a trust ratio of 1", .maximum = 1.0)                                                   \
-    HYPER("debias", "0: moments as they are, as LAMB16's baseline has them", .initial = 1.0, .maximum = 1.0) \
-    SCALAR("weight_norm", .maximum = 1e300)                                                                  \
-    SCALAR("update_norm", .maximum = 1e300)                                                                  \
-    SCALAR("trust_ratio", .maximum = 1e300)
 
 #endif

@@ -24,25 +24,41 @@
 
 #include "rules/lamb.h"
 
+#define lamb16_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                  \
+    RULE("lamb16", NORMS(2), PARTS(lamb), NOT_CAUTIOUS("sums over the tensor come before its update"),    \
+         .label = "Lamb16", .title = "LAMB16: LAMB with an adaptive trust exponent, made for fp8 states", \
+         .lr = 1e-3, .decay = "decoupled", .formats = "fp8+fp8-e5m2", .keeps = "exp_avg")                 \
+    ADAM_MOMENTS(STATE, HYPER, 0.9, 0.999)                                                                \
+    HYPER(eps, "added to the root of the second moment", .initial = 1e-6, .maximum = 1.0)                 \
+    HYPER(trust_scale, "exponent of the trust ratio", .initial = 0.382, .maximum = 1.0)                   \
+    SCALAR(weight_norm, .maximum = 1e300)                                                                 \
+    SCALAR(update_norm, .maximum = 1e300)                                                                 \
+    SCALAR(trust_ratio, .maximum = 1e300)
+HSTEP_NAME_HYPERS(lamb16)
+HSTEP_NAME_SCALARS(lamb16)
+
 enum { LAMB16_FLOOR = LAMB_MEAN + 1, LAMB16_CEILING, lamb16_constants };
 
 HSTEP_INLINE void lamb16_prepare(float *k, struct hstep_prepare *p)
 {
+    const struct lamb16_hyper *h = HYPERS(lamb16, p->hyper);
     double ratio = 1.0;
     if (p->norm) {
         const struct hstep_own *own = hstep_own(p);
+        struct lamb16_scalar *scalar = SCALARS(lamb16, own->scalar);
         double weight = p->norm[0] / own->elements, update = p->norm[1] / own->elements;
         if (p->lr == 0.0)
             ratio = 2.0;
         else if (weight > 0.0 && update > 0.0)
-            ratio = lamb_power(weight / update * 1e-3 / p->lr, p->hyper[3]);
+            ratio = lamb_power(weight / update * 1e-3 / p->lr, h->trust_scale);
         if (ratio > 2.0) ratio = 2.0;
-        own->scalar[0] = weight;
-        own->scalar[1] = update;
-        own->scalar[2] = ratio;
+        scalar->weight_norm = weight;
+        scalar->update_norm = update;
+        scalar->trust_ratio = ratio;
     }
-    lamb_fill(k, p, 0, ratio);
-    k[LAMB16_FLOOR] = (float)sqrt(p->hyper[2]);
+    adamw_fill(k, p, h->beta1, h->beta2, h->eps);
+    lamb_fill(k, p, h->beta1, 0, ratio);
+    k[LAMB16_FLOOR] = (float)sqrt(h->eps);
     k[LAMB16_CEILING] = 1.0f;
 }
 
@@ -53,16 +69,5 @@ V_OP void lamb16_norms(const vf *k, vf w, vf g, vf *s, vf *x, const int mode)
     x[0] = lamb16_clamp(k, w);
     x[1] = lamb16_clamp(k, lamb_update(k, w, g, s, mode));
 }
-
-#define lamb16_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                  \
-    RULE("lamb16", NORMS(2), PARTS(lamb), NOT_CAUTIOUS("sums over the tensor come before its update"),    \
-         .label = "Lamb16", .title = "LAMB16: LAMB with an adaptive trust exponent, made for fp8 states", \
-         .lr = 1e-3, .decay = "decoupled", .formats = "fp8+fp8-e5m2", .keeps = "exp_avg")                 \
-    ADAM_MOMENTS(STATE, HYPER, 0.9, 0.999)                                                                \
-    HYPER("eps", "added to the root of the second moment", .initial = 1e-6, .maximum = 1.0)               \
-    HYPER("trust_scale", "exponent of the trust ratio", .initial = 0.382, .maximum = 1.0)                 \
-    SCALAR("weight_norm", .maximum = 1e300)                                                               \
-    SCALAR("update_norm", .maximum = 1e300)                                                               \
-    SCALAR("trust_ratio", .maximum = 1e300)
 
 #endif

@@ -12,14 +12,24 @@
 
 #include "rules/rule.h"
 
+#define lion_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                              \
+    RULE("lion", ELEMENTWISE, PARTS_ROOTLESS(lion), CAUTIOUS(LION_DECAY),                           \
+         .label = "Lion", .title = "Lion, the sign of an interpolated momentum (Chen et al. 2023)", \
+         .lr = 1e-4, .decay = "decoupled", .keeps = "exp_avg")                                      \
+    STATE(SIGNED, "exp_avg", .beta = "beta2")                                                       \
+    HYPER(beta1, "share of the momentum in the update", BELOW_1(0.9))                               \
+    HYPER(beta2, "decay rate of the momentum", BELOW_1(0.99))
+HSTEP_NAME_HYPERS(lion)
+
 enum { LION_BETA1, LION_NEW1, LION_BETA2, LION_NEW2, LION_LR, LION_DECAY, lion_constants };
 
 HSTEP_INLINE void lion_prepare(float *k, struct hstep_prepare *p)
 {
-    k[LION_BETA1] = (float)p->hyper[0];
-    k[LION_NEW1] = (float)(1.0 - p->hyper[0]);
-    k[LION_BETA2] = (float)p->hyper[1];
-    k[LION_NEW2] = (float)(1.0 - p->hyper[1]);
+    const struct lion_hyper *h = HYPERS(lion, p->hyper);
+    k[LION_BETA1] = (float)h->beta1;
+    k[LION_NEW1] = (float)(1.0 - h->beta1);
+    k[LION_BETA2] = (float)h->beta2;
+    k[LION_NEW2] = (float)(1.0 - h->beta2);
     k[LION_LR] = (float)p->lr;
     k[LION_DECAY] = (float)p->decay;
 }
@@ -38,13 +48,5 @@ V_OP vf lion_end(const vf *k, vf w, vf mixed, vf root)
     (void)root;
     return v_add(v_mul(k[LION_LR], v_sign(mixed)), v_mul(k[LION_DECAY], w));
 }
-
-#define lion_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                              \
-    RULE("lion", ELEMENTWISE, PARTS_ROOTLESS(lion), CAUTIOUS(LION_DECAY),                           \
-         .label = "Lion", .title = "Lion, the sign of an interpolated momentum (Chen et al. 2023)", \
-         .lr = 1e-4, .decay = "decoupled", .keeps = "exp_avg")                                      \
-    STATE(SIGNED, "exp_avg", .beta = "beta2")                                                       \
-    HYPER("beta1", "share of the momentum in the update", BELOW_1(0.9))                             \
-    HYPER("beta2", "decay rate of the momentum", BELOW_1(0.99))
 
 #endif

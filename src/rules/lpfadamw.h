@@ -21,16 +21,31 @@
 
 #include "rules/adamw.h"
 
+#define lpfadamw_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                              \
+    RULE("lpfadamw", ELEMENTWISE, PARTS(lpfadamw), CAUTIOUS(ADAMW_DECAY),                               \
+         .label = "LPFAdamW", .title = "LPFAdamW: AdamW on a low-pass amplified gradient (torchastic)", \
+         .lr = 1e-3, .decay = "decoupled", .keeps = "exp_avg")                                          \
+    STATE(SIGNED, "smoothing", .beta = "beta1")                                                         \
+    STATE(SIGNED, "exp_avg", .beta = "beta2")                                                           \
+    STATE(NONNEG, "exp_avg_sq", .beta = "beta3")                                                        \
+    HYPER(beta1, "decay rate of the low pass", BELOW_1(0.9))                                            \
+    HYPER(beta2, "decay rate of the first moment", BELOW_1(0.9))                                        \
+    HYPER(beta3, "decay rate of the second moment", BELOW_1(0.999))                                     \
+    HYPER(eps, "added to the root of the debiased second moment", .initial = 1e-8, .maximum = 1.0)      \
+    HYPER(amplify, "factor of the low pass added to the gradient", .initial = 2.0, .maximum = 1e3)      \
+    HYPER(published, "1: torchastic's scaling, decay 1 / (1 - beta2) too strong at first", .maximum = 1.0)
+HSTEP_NAME_HYPERS(lpfadamw)
+
 enum { LPF_BETA = ADAMW_BOUND + 1, LPF_NEW, LPF_AMPLIFY, lpfadamw_constants };
 
 HSTEP_INLINE void lpfadamw_prepare(float *k, struct hstep_prepare *p)
 {
-    double beta = p->hyper[0], amplify = p->hyper[4];
-    int published = p->hyper[5] != 0.0;
+    const struct lpfadamw_hyper *h = HYPERS(lpfadamw, p->hyper);
+    double beta = h->beta1, amplify = h->amplify;
+    int published = h->published != 0.0;
     struct hstep_prepare inner = *p;
-    inner.hyper = p->hyper + 1;
-    if (published) inner.decay = p->decay / (1.0 - hstep_powi(p->hyper[1], p->t));
-    adamw_prepare(k, &inner);
+    if (published) inner.decay = p->decay / (1.0 - hstep_powi(h->beta2, p->t));
+    adamw_fill(k, &inner, h->beta2, h->beta3, h->eps);
     k[LPF_BETA] = (float)beta;
     k[LPF_NEW] = (float)(1.0 - beta);
     k[LPF_AMPLIFY] = (float)(published ? amplify : amplify / (1.0 - hstep_powi(beta, p->t)));
@@ -43,19 +58,5 @@ V_OP vf lpfadamw_start(const vf *k, vf g, vf *s, const int mode, vf *root)
 }
 
 V_OP vf lpfadamw_end(const vf *k, vf w, vf numerator, vf root) { return adamw_end(k, w, numerator, root); }
-
-#define lpfadamw_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                              \
-    RULE("lpfadamw", ELEMENTWISE, PARTS(lpfadamw), CAUTIOUS(ADAMW_DECAY),                               \
-         .label = "LPFAdamW", .title = "LPFAdamW: AdamW on a low-pass amplified gradient (torchastic)", \
-         .lr = 1e-3, .decay = "decoupled", .keeps = "exp_avg")                                          \
-    STATE(SIGNED, "smoothing", .beta = "beta1")                                                         \
-    STATE(SIGNED, "exp_avg", .beta = "beta2")                                                           \
-    STATE(NONNEG, "exp_avg_sq", .beta = "beta3")                                                        \
-    HYPER("beta1", "decay rate of the low pass", BELOW_1(0.9))                                          \
-    HYPER("beta2", "decay rate of the first moment", BELOW_1(0.9))                                      \
-    HYPER("beta3", "decay rate of the second moment", BELOW_1(0.999))                                   \
-    HYPER("eps", "added to the root of the debiased second moment", .initial = 1e-8, .maximum = 1.0)    \
-    HYPER("amplify", "factor of the low pass added to the gradient", .initial = 2.0, .maximum = 1e3)    \
-    HYPER("published", "1: torchastic's scaling, decay 1 / (1 - beta2) too strong at first", .maximum = 1.0)
 
 #endif

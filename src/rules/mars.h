@@ -22,17 +22,32 @@
 
 #include "rules/adamw.h"
 
+#define mars_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                   \
+    RULE("mars", NORMS(1), PARTS(mars), NOT_CAUTIOUS("sums over the tensor come before its update"),     \
+         .label = "MARS", .title = "MARS-AdamW: AdamW on variance-reduced gradients (Yuan et al. 2024)", \
+         .lr = 3e-3, .decay = "decoupled", .keeps = "exp_avg")                                           \
+    ADAM_MOMENTS(STATE, HYPER, 0.95, 0.99)                                                               \
+    STATE(GRADIENT, "last_grad")                                                                         \
+    HYPER(eps, "added to the root of the debiased second moment", .initial = 1e-8, .maximum = 1.0)       \
+    HYPER(gamma, "scale of the correction; 0: none", .initial = 0.025, .maximum = 1e3)                   \
+    HYPER(max_norm, "largest norm of a tensor's corrected gradient; no bound if 0", .initial = 1.0,      \
+          .maximum = 1e30)                                                                               \
+    SCALAR(gradient_norm, .maximum = 1e300)
+HSTEP_NAME_HYPERS(mars)
+HSTEP_NAME_SCALARS(mars)
+
 enum { MARS_AHEAD = adamw_constants, MARS_SCALE, mars_constants };
 
 HSTEP_INLINE void mars_prepare(float *k, struct hstep_prepare *p)
 {
-    double beta1 = p->hyper[0], max_norm = p->hyper[4], scale = 1.0;
-    adamw_prepare(k, p);
+    const struct mars_hyper *h = HYPERS(mars, p->hyper);
+    double beta1 = h->beta1, max_norm = h->max_norm, scale = 1.0;
+    adamw_fill(k, p, h->beta1, h->beta2, h->eps);
     if (p->norm) {
-        hstep_own(p)->scalar[0] = p->norm[0];
+        SCALARS(mars, hstep_own(p)->scalar)->gradient_norm = p->norm[0];
         if (max_norm > 0.0 && p->norm[0] > max_norm) scale = max_norm / p->norm[0];
     }
-    k[MARS_AHEAD] = (float)(p->hyper[3] * beta1 / (1.0 - beta1));
+    k[MARS_AHEAD] = (float)(h->gamma * beta1 / (1.0 - beta1));
     k[MARS_SCALE] = (float)scale;
 }
 
@@ -52,17 +67,5 @@ V_OP void mars_norms(const vf *k, vf w, vf g, vf *s, vf *x, const int mode)
     (void)w, (void)mode;
     x[0] = mars_correct(k, g, s[2]);
 }
-
-#define mars_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                   \
-    RULE("mars", NORMS(1), PARTS(mars), NOT_CAUTIOUS("sums over the tensor come before its update"),     \
-         .label = "MARS", .title = "MARS-AdamW: AdamW on variance-reduced gradients (Yuan et al. 2024)", \
-         .lr = 3e-3, .decay = "decoupled", .keeps = "exp_avg")                                           \
-    ADAM_MOMENTS(STATE, HYPER, 0.95, 0.99)                                                               \
-    STATE(GRADIENT, "last_grad")                                                                         \
-    HYPER("eps", "added to the root of the debiased second moment", .initial = 1e-8, .maximum = 1.0)     \
-    HYPER("gamma", "scale of the correction; 0: none", .initial = 0.025, .maximum = 1e3)                 \
-    HYPER("max_norm", "largest norm of a tensor's corrected gradient; no bound if 0", .initial = 1.0,    \
-          .maximum = 1e30)                                                                               \
-    SCALAR("gradient_norm", .maximum = 1e300)
 
 #endif

@@ -23,14 +23,21 @@
 
 #include "rules/adamw.h"
 
+#define radam_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                     \
+    RULE("radam", ELEMENTWISE, PARTS(adamw), CAUTIOUS(ADAMW_DECAY),                         \
+         .label = "RAdam", .title = "RAdam, Adam with a rectified start (Liu et al. 2020)", \
+         .lr = 1e-3, .decay = "l2", .keeps = "exp_avg")                                     \
+    ADAM_MOMENTS(STATE, HYPER, 0.9, 0.999)                                                  \
+    HYPER(eps, "added to the root of the debiased second moment", .initial = 1e-8, .maximum = 1.0)
+HSTEP_NAME_HYPERS(radam)
+
 enum { radam_constants = adamw_constants };
 
-HSTEP_INLINE void radam_prepare(float *k, struct hstep_prepare *p)
+HSTEP_INLINE void radam_fill(float *k, const struct hstep_prepare *p, double beta1, double beta2, double eps)
 {
-    double beta1 = p->hyper[0], beta2 = p->hyper[1], t = (double)p->t;
-    double power = hstep_powi(beta2, p->t), all = 2.0 / (1.0 - beta2) - 1.0;
+    double t = (double)p->t, power = hstep_powi(beta2, p->t), all = 2.0 / (1.0 - beta2) - 1.0;
     double now = all - 2.0 * t * power / (1.0 - power);
-    adamw_prepare(k, p);
+    adamw_fill(k, p, beta1, beta2, eps);
     if (now > 5.0) {
         double rate = sqrt((now - 4.0) * (now - 2.0) * all / ((all - 4.0) * (all - 2.0) * now));
         k[ADAMW_LR] = (float)(p->lr * rate / (1.0 - hstep_powi(beta1, p->t)));
@@ -40,11 +47,10 @@ HSTEP_INLINE void radam_prepare(float *k, struct hstep_prepare *p)
     }
 }
 
-#define radam_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                     \
-    RULE("radam", ELEMENTWISE, PARTS(adamw), CAUTIOUS(ADAMW_DECAY),                         \
-         .label = "RAdam", .title = "RAdam, Adam with a rectified start (Liu et al. 2020)", \
-         .lr = 1e-3, .decay = "l2", .keeps = "exp_avg")                                     \
-    ADAM_MOMENTS(STATE, HYPER, 0.9, 0.999)                                                  \
-    HYPER("eps", "added to the root of the debiased second moment", .initial = 1e-8, .maximum = 1.0)
+HSTEP_INLINE void radam_prepare(float *k, struct hstep_prepare *p)
+{
+    const struct radam_hyper *h = HYPERS(radam, p->hyper);
+    radam_fill(k, p, h->beta1, h->beta2, h->eps);
+}
 
 #endif

@@ -27,13 +27,26 @@
 
 #include "rules/radam.h"
 
+#define ranger_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                     \
+    RULE("ranger", ELEMENTWISE, WHOLE, NOT_CAUTIOUS("its slow weights follow the whole update"),             \
+         .label = "Ranger", .title = "Ranger: RAdam with Lookahead (Wright 2019; Zhang et al. 2019)",        \
+         .lr = 1e-3, .decay = "decoupled", .keeps = "exp_avg")                                               \
+    ADAM_MOMENTS(STATE, HYPER, 0.9, 0.99)                                                                    \
+    STATE(WEIGHT, "slow")                                                                                    \
+    HYPER(eps, "added to the root of the debiased second moment", .initial = 1e-6, .maximum = 1.0)           \
+    HYPER(k, "updates of the weight between two copies of the slow weights", .initial = 6.0, .minimum = 1.0, \
+          .maximum = 1e6)                                                                                    \
+    HYPER(alpha, "fraction of the way to the fast weights that the slow weights go", .initial = 0.5, .maximum = 1.0)
+HSTEP_NAME_HYPERS(ranger)
+
 enum { RANGER_ALPHA = ADAMW_BOUND + 1, ranger_constants };
 
 HSTEP_INLINE void ranger_prepare(float *k, struct hstep_prepare *p)
 {
-    radam_prepare(k, p);
-    p->copies_state = p->lr != 0.0 && p->full % (uint64_t)p->hyper[3] == 0;
-    k[RANGER_ALPHA] = p->copies_state ? (float)p->hyper[4] : 0.0f;
+    const struct ranger_hyper *h = HYPERS(ranger, p->hyper);
+    radam_fill(k, p, h->beta1, h->beta2, h->eps);
+    p->copies_state = p->lr != 0.0 && p->full % (uint64_t)h->k == 0;
+    k[RANGER_ALPHA] = p->copies_state ? (float)h->alpha : 0.0f;
 }
 
 V_OP vf ranger_rule(const vf *k, vf w, vf g, vf *s, const int mode)
@@ -42,16 +55,5 @@ V_OP vf ranger_rule(const vf *k, vf w, vf g, vf *s, const int mode)
     s[2] = v_mul(k[RANGER_ALPHA], v_add(v_sub(s[2], w), change));
     return change;
 }
-
-#define ranger_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                       \
-    RULE("ranger", ELEMENTWISE, WHOLE, NOT_CAUTIOUS("its slow weights follow the whole update"),               \
-         .label = "Ranger", .title = "Ranger: RAdam with Lookahead (Wright 2019; Zhang et al. 2019)",          \
-         .lr = 1e-3, .decay = "decoupled", .keeps = "exp_avg")                                                 \
-    ADAM_MOMENTS(STATE, HYPER, 0.9, 0.99)                                                                      \
-    STATE(WEIGHT, "slow")                                                                                      \
-    HYPER("eps", "added to the root of the debiased second moment", .initial = 1e-6, .maximum = 1.0)           \
-    HYPER("k", "updates of the weight between two copies of the slow weights", .initial = 6.0, .minimum = 1.0, \
-          .maximum = 1e6)                                                                                      \
-    HYPER("alpha", "fraction of the way to the fast weights that the slow weights go", .initial = 0.5, .maximum = 1.0)
 
 #endif

@@ -20,6 +20,21 @@
 
 #include "rules/rule.h"
 
+#define rmsprop_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                  \
+    RULE("rmsprop", ELEMENTWISE, PARTS_UNLESS_OPTION(rmsprop), CAUTIOUS(RMSPROP_DECAY),                    \
+         .label = "RMSProp", .title = "RMSprop (Tieleman & Hinton 2012), with momentum and centering",     \
+         .lr = 1e-2, .decay = "l2", .keeps = "momentum_buffer")                                            \
+    STATE(NONNEG, "square_avg", .beta = "alpha", .precise_while = "centered", .precise = HSTEP_FORMAT_f32) \
+    OPTIONAL("momentum", SIGNED, "momentum_buffer", .beta = "momentum")                                    \
+    OPTIONAL("centered", SIGNED, "grad_avg", .beta = "alpha", .precise_while = "centered",                 \
+             .precise = HSTEP_FORMAT_f32)                                                                  \
+    HYPER(alpha, "decay rate of the second moment", BELOW_1(0.99))                                         \
+    HYPER(eps, "added to the root of the second moment", .initial = 1e-8, .maximum = 1.0)                  \
+    HYPER(momentum, "factor of the momentum buffer; 0 needs no state", .maximum = 1e3)                     \
+    HYPER(centered, "1: divide by the deviation from the mean gradient", .maximum = 1.0)                   \
+    HYPER(debias, "1: debias the second moment, as torchastic does", .maximum = 1.0)
+HSTEP_NAME_HYPERS(rmsprop)
+
 enum {
     RMSPROP_ALPHA, RMSPROP_NEW, RMSPROP_CENTERED, RMSPROP_LEAST, RMSPROP_ROOT, RMSPROP_EPS, RMSPROP_MOMENTUM,
     RMSPROP_LR,
@@ -29,15 +44,16 @@ enum {
 
 HSTEP_INLINE void rmsprop_prepare(float *k, struct hstep_prepare *p)
 {
-    double alpha = p->hyper[0];
-    int centered = p->hyper[3] != 0.0, debias = p->hyper[4] != 0.0;
+    const struct rmsprop_hyper *h = HYPERS(rmsprop, p->hyper);
+    double alpha = h->alpha;
+    int centered = h->centered != 0.0, debias = h->debias != 0.0;
     k[RMSPROP_ALPHA] = (float)alpha;
     k[RMSPROP_NEW] = (float)(1.0 - alpha);
     k[RMSPROP_CENTERED] = centered ? 1.0f : 0.0f;
     k[RMSPROP_LEAST] = centered ? (float)(alpha * (1.0 - alpha)) : 0.0f;
     k[RMSPROP_ROOT] = debias ? (float)(1.0 / sqrt(1.0 - hstep_powi(alpha, p->t))) : 1.0f;
-    k[RMSPROP_EPS] = (float)p->hyper[1];
-    k[RMSPROP_MOMENTUM] = (float)p->hyper[2];
+    k[RMSPROP_EPS] = (float)h->eps;
+    k[RMSPROP_MOMENTUM] = (float)h->momentum;
     k[RMSPROP_LR] = (float)p->lr;
     k[RMSPROP_DECAY] = (float)p->decay;
 }
@@ -71,19 +87,5 @@ V_OP vf rmsprop_rule(const vf *k, vf w, vf g, vf *s, const int mode)
     s[1] = v_add(v_mul(k[RMSPROP_MOMENTUM], s[1]), scaled);
     return v_add(v_mul(k[RMSPROP_LR], s[1]), v_mul(k[RMSPROP_DECAY], w));
 }
-
-#define rmsprop_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                  \
-    RULE("rmsprop", ELEMENTWISE, PARTS_UNLESS_OPTION(rmsprop), CAUTIOUS(RMSPROP_DECAY),                    \
-         .label = "RMSProp", .title = "RMSprop (Tieleman & Hinton 2012), with momentum and centering",     \
-         .lr = 1e-2, .decay = "l2", .keeps = "momentum_buffer")                                            \
-    STATE(NONNEG, "square_avg", .beta = "alpha", .precise_while = "centered", .precise = HSTEP_FORMAT_f32) \
-    OPTIONAL("momentum", SIGNED, "momentum_buffer", .beta = "momentum")                                    \
-    OPTIONAL("centered", SIGNED, "grad_avg", .beta = "alpha", .precise_while = "centered",                 \
-             .precise = HSTEP_FORMAT_f32)                                                                  \
-    HYPER("alpha", "decay rate of the second moment", BELOW_1(0.99))                                       \
-    HYPER("eps", "added to the root of the second moment", .initial = 1e-8, .maximum = 1.0)                \
-    HYPER("momentum", "factor of the momentum buffer; 0 needs no state", .maximum = 1e3)                   \
-    HYPER("centered", "1: divide by the deviation from the mean gradient", .maximum = 1.0)                 \
-    HYPER("debias", "1: debias the second moment, as torchastic does", .maximum = 1.0)
 
 #endif

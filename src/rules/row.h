@@ -6,12 +6,15 @@
  *       OPTIONAL("hyper", ROLE, "name", ...)                     a state that is needless while "hyper" is 0. They
  *                                                                come last. With MATRIX, the last may be of ROWS: its
  *                                                                words 1 and 2 are those of decide/rows.h
- *       HYPER("name", "title", .initial = ..., ...)              members of struct hstep_hyper
- *       SCALAR("name", .maximum = ...)                           members of struct hstep_scalar
+ *       HYPER(name, "title", .initial = ..., ...)                members of struct hstep_hyper
+ *       SCALAR(name, .maximum = ...)                             members of struct hstep_scalar
  *
- * Members that are left out are 0. STATE and OPTIONAL are in the order of s[]. HYPER is in the order of p->hyper[].
- * SCALAR is in the order of hstep_own(p)->scalar[]. BELOW_1(x) are the members of a decay rate. It is x at first, at
- * least 0, and below 1.
+ * Members that are left out are 0. STATE and OPTIONAL are in the order of s[]. BELOW_1(x) are the members of a decay
+ * rate. It is x at first, at least 0, and below 1.
+ *
+ *   HSTEP_NAME_HYPERS(NAME)       lets functions read the rule's hyper-parameters and scalars by their names, after:
+ *   HSTEP_NAME_SCALARS(NAME)          const struct NAME_hyper *h = HYPERS(NAME, p->hyper);
+ *                                     struct NAME_scalar *scalar = SCALARS(NAME, hstep_own(p)->scalar);
  *
  * SHAPE    ELEMENTWISE               one pass over independent elements
  *          NORMS(n)                  n sums of squares over the tensor come before its update: NAME_norms()
@@ -43,6 +46,14 @@
  *                                    FACTORED, the first of each are pair 0, the second pair 1 */
 #ifndef HSTEP_ROW_H
 #define HSTEP_ROW_H
+
+#define HSTEP_MEMBER(name, ...) double name;
+#define HSTEP_NAME_HYPERS(rule) \
+    struct rule##_hyper { rule##_ROW(HSTEP_NOTHING, HSTEP_NOTHING, HSTEP_NOTHING, HSTEP_MEMBER, HSTEP_NOTHING) };
+#define HSTEP_NAME_SCALARS(rule) \
+    struct rule##_scalar { rule##_ROW(HSTEP_NOTHING, HSTEP_NOTHING, HSTEP_NOTHING, HSTEP_NOTHING, HSTEP_MEMBER) };
+#define HYPERS(rule, numbers) ((const struct rule##_hyper *)(numbers))
+#define SCALARS(rule, numbers) ((struct rule##_scalar *)(numbers))
 
 #define BELOW_1(initial_) .initial = initial_, .maximum = 1.0, .exclusive = 1
 

@@ -1,4 +1,7 @@
-/* The base of every rule header. A rule is a list of its constants, two functions or more, and a row:
+/* The base of every rule header. A rule is a row, a list of its constants, and two functions or more:
+ *
+ *   #define NAME_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)
+ *       the row: name, states, hyper-parameters and whatever else the tables know of the rule (row.h).
  *
  *   enum { NAME_..., NAME_constants }
  *       the places in k[], and their number, in lower case like the functions.
@@ -38,10 +41,7 @@
  *   HSTEP_INLINE double NAME_factor(const double *hyper, double mean, int pair)
  *       for FACTORED(pairs, n). It returns what the pair's numbers of rows are multiplied by, in fp32, before they
  *       reach s[]. The mean is over the new vector of rows of one matrix. `hyper` is as p->hyper. A stack has a factor
- *       for each of its matrices.
- *
- *   #define NAME_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)
- *       the row: name, states, hyper-parameters and whatever else the tables know of the rule (row.h). */
+ *       for each of its matrices. */
 #ifndef HSTEP_RULE_H
 #define HSTEP_RULE_H
 
@@ -68,7 +68,7 @@ struct hstep_own {
     int64_t rows, row_length; /* of one matrix of a rule of matrices */
     double elements;    /* of the whole tensor; 1 where there are none */
     int matrix;         /* stepped as a matrix, by a transformation or by vectors over rows and columns */
-    double *scalar;     /* the rule's SCALARS: before the update on entry, after it on return */
+    double *scalar;     /* for SCALARS(): before the update on entry, after it on return */
 };
 
 /* The values that tensors share under TOTALS: those of the first of their groups. */
@@ -78,7 +78,7 @@ struct hstep_shared {
 };
 
 struct hstep_prepare {
-    const double *hyper; /* the rule's own, in the order of its row */
+    const double *hyper; /* the rule's own, for HYPERS() */
     double lr;           /* after the schedule */
     double decay;        /* coefficient of the weight in the change; 0 for l2 */
     uint64_t t;          /* this update of the states, from 1; micro-steps count */

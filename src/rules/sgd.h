@@ -15,12 +15,24 @@
 
 #include "rules/rule.h"
 
+#define sgd_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                        \
+    RULE("sgd", ELEMENTWISE, PARTS_ROOTLESS(sgd), CAUTIOUS(SGD_DECAY),                                       \
+         .label = "SGD", .title = "stochastic gradient descent, with momentum (Polyak 1964; Nesterov 1983)", \
+         .lr = 1e-3, .decay = "l2", .keeps = "momentum_buffer")                                              \
+    OPTIONAL("momentum", SIGNED, "momentum_buffer", .beta = "momentum")                                      \
+    HYPER(momentum, "factor of the momentum buffer; 0 needs no state", .maximum = 1e3)                       \
+    HYPER(dampening, "the momentum gets 1 - dampening of each gradient but the first", .minimum = -1e3,      \
+          .maximum = 1e3)                                                                                    \
+    HYPER(nesterov, "1: the update is one step of the momentum ahead", .maximum = 1.0)
+HSTEP_NAME_HYPERS(sgd)
+
 enum { SGD_MOMENTUM, SGD_NEW, SGD_GRADIENT, SGD_BUFFER, SGD_LR, SGD_DECAY, sgd_constants };
 
 HSTEP_INLINE void sgd_prepare(float *k, struct hstep_prepare *p)
 {
-    double momentum = p->hyper[0], dampening = p->hyper[1];
-    int first = p->t == 1 || momentum == 0.0, nesterov = p->hyper[2] != 0.0 && momentum != 0.0;
+    const struct sgd_hyper *h = HYPERS(sgd, p->hyper);
+    double momentum = h->momentum, dampening = h->dampening;
+    int first = p->t == 1 || momentum == 0.0, nesterov = h->nesterov != 0.0 && momentum != 0.0;
     k[SGD_MOMENTUM] = first ? 0.0f : (float)momentum;
     k[SGD_NEW] = first ? 1.0f : (float)(1.0 - dampening);
     k[SGD_GRADIENT] = nesterov ? 1.0f : 0.0f;
@@ -42,15 +54,5 @@ V_OP vf sgd_end(const vf *k, vf w, vf update, vf root)
     (void)root;
     return v_add(v_mul(k[SGD_LR], update), v_mul(k[SGD_DECAY], w));
 }
-
-#define sgd_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                        \
-    RULE("sgd", ELEMENTWISE, PARTS_ROOTLESS(sgd), CAUTIOUS(SGD_DECAY),                                       \
-         .label = "SGD", .title = "stochastic gradient descent, with momentum (Polyak 1964; Nesterov 1983)", \
-         .lr = 1e-3, .decay = "l2", .keeps = "momentum_buffer")                                              \
-    OPTIONAL("momentum", SIGNED, "momentum_buffer", .beta = "momentum")                                      \
-    HYPER("momentum", "factor of the momentum buffer; 0 needs no state", .maximum = 1e3)                     \
-    HYPER("dampening", "the momentum gets 1 - dampening of each gradient but the first", .minimum = -1e3,    \
-          .maximum = 1e3)                                                                                    \
-    HYPER("nesterov", "1: the update is one step of the momentum ahead", .maximum = 1.0)
 
 #endif

@@ -20,17 +20,29 @@
 
 #include "rules/adamw.h"
 
+#define stableadamw_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                \
+    RULE("stableadamw", NORMS(1), PARTS(adamw), NOT_CAUTIOUS("sums over the tensor come before its update"), \
+         .label = "StableAdamW", .title = "StableAdamW: AdamW with clipped updates (Wortsman et al. 2023)",  \
+         .lr = 1e-3, .weight_decay = 1e-2, .decay = "decoupled", .keeps = "exp_avg")                         \
+    ADAM_MOMENTS(STATE, HYPER, 0.9, 0.99)                                                                    \
+    HYPER(eps, "added to the root of the debiased second moment", .initial = 1e-6, .maximum = 1.0)           \
+    SCALAR(update_rms, .maximum = 1e300)
+HSTEP_NAME_HYPERS(stableadamw)
+HSTEP_NAME_SCALARS(stableadamw)
+
 enum { stableadamw_constants = adamw_constants };
 
 HSTEP_INLINE void stableadamw_prepare(float *k, struct hstep_prepare *p)
 {
+    const struct stableadamw_hyper *h = HYPERS(stableadamw, p->hyper);
     double divisor = 1.0;
-    adamw_prepare(k, p);
+    adamw_fill(k, p, h->beta1, h->beta2, h->eps);
     if (!p->norm) return;
     const struct hstep_own *own = hstep_own(p);
-    own->scalar[0] = p->norm[0] / sqrt(own->elements);
-    if (own->scalar[0] > 1.0) divisor = own->scalar[0];
-    k[ADAMW_LR] = (float)(p->lr / (1.0 - hstep_powi(p->hyper[0], p->t)) / divisor);
+    struct stableadamw_scalar *scalar = SCALARS(stableadamw, own->scalar);
+    scalar->update_rms = p->norm[0] / sqrt(own->elements);
+    if (scalar->update_rms > 1.0) divisor = scalar->update_rms;
+    k[ADAMW_LR] = (float)(p->lr / (1.0 - hstep_powi(h->beta1, p->t)) / divisor);
     k[ADAMW_DECAY] = (float)(p->decay / divisor);
 }
 
@@ -40,13 +52,5 @@ V_OP void stableadamw_norms(const vf *k, vf w, vf g, vf *s, vf *x, const int mod
     adamw_moments(k, g, s, mode);
     x[0] = v_div0(g, v_max(v_mul(v_sqrt(s[1]), k[ADAMW_ROOT]), k[ADAMW_EPS]));
 }
-
-#define stableadamw_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                \
-    RULE("stableadamw", NORMS(1), PARTS(adamw), NOT_CAUTIOUS("sums over the tensor come before its update"), \
-         .label = "StableAdamW", .title = "StableAdamW: AdamW with clipped updates (Wortsman et al. 2023)",  \
-         .lr = 1e-3, .weight_decay = 1e-2, .decay = "decoupled", .keeps = "exp_avg")                         \
-    ADAM_MOMENTS(STATE, HYPER, 0.9, 0.99)                                                                    \
-    HYPER("eps", "added to the root of the debiased second moment", .initial = 1e-6, .maximum = 1.0)         \
-    SCALAR("update_rms", .maximum = 1e300)
 
 #endif

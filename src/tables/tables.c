@@ -120,8 +120,8 @@ HSTEP_TABLE const struct hstep_format hstep_formats[HSTEP_FORMATS] = {
     {.name = name_, .role = HSTEP_ROLE_OF_##role_, .extent = HSTEP_EXTENT_OF_##role_, __VA_ARGS__},
 #define OPTIONAL_MEMBERS(unless_, role_, name_, ...) \
     {.name = name_, .role = HSTEP_ROLE_OF_##role_, .extent = HSTEP_EXTENT_OF_##role_, .unless = unless_, __VA_ARGS__},
-#define HYPER_MEMBERS(name_, title_, ...) {.name = name_, .title = title_, __VA_ARGS__},
-#define SCALAR_MEMBERS(name_, ...) {.name = name_, __VA_ARGS__},
+#define HYPER_MEMBERS(name_, title_, ...) {.name = #name_, .title = title_, __VA_ARGS__},
+#define SCALAR_MEMBERS(name_, ...) {.name = #name_, __VA_ARGS__},
 HSTEP_TABLE const struct hstep_rule hstep_rules[HSTEP_RULES] = {
 #define RULE(id_, rule)                                                                                              \
     {.id = id_,                                                                                                      \

@@ -15,6 +15,23 @@
 
 #include "rules/rule.h"
 
+#define factored_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                \
+    RULE("factored", FACTORED(2, 1), WHOLE, NOT_CAUTIOUS("sums over the tensor come before its update"),  \
+         .label = "Factored", .title = "vectors over rows and columns", .lr = 1e-3, .decay = "decoupled", \
+         .keeps = "exp_avg")                                                                              \
+    STATE(SIGNED, "exp_avg", .beta = "beta1")                                                             \
+    STATE(NONNEG, "exp_avg_sq", .beta = "beta2")                                                          \
+    STATE(ROWS, "sq_row", .beta = "beta2")                                                                \
+    STATE(COLUMNS, "sq_col", .beta = "beta2")                                                             \
+    STATE(ROWS, "res_row", .beta = "beta2")                                                               \
+    STATE(COLUMNS, "res_col", .beta = "beta2")                                                            \
+    HYPER(beta1, "decay rate", .initial = 0.9, .maximum = 1.0, .exclusive = 1)                            \
+    HYPER(beta2, "decay rate", .initial = 0.99, .maximum = 1.0, .exclusive = 1)                           \
+    HYPER(eps, "added to squares", .initial = 1e-8, .maximum = 1.0)                                       \
+    SCALAR(rms, .maximum = 1e300)
+HSTEP_NAME_HYPERS(factored)
+HSTEP_NAME_SCALARS(factored)
+
 enum {
     FACTORED_BETA1,
     FACTORED_NEW1,
@@ -31,16 +48,18 @@ enum {
 
 HSTEP_INLINE void factored_prepare(float *k, struct hstep_prepare *p)
 {
+    const struct factored_hyper *h = HYPERS(factored, p->hyper);
     const struct hstep_own *own = hstep_own(p);
+    struct factored_scalar *scalar = SCALARS(factored, own->scalar);
     double clip = 1.0;
-    if (p->norm) own->scalar[0] = p->norm[0] / sqrt(own->elements);
-    if (p->norm && own->scalar[0] > 1.0) clip = 1.0 / own->scalar[0];
-    k[FACTORED_BETA1] = (float)p->hyper[0];
-    k[FACTORED_NEW1] = (float)(1.0 - p->hyper[0]);
-    k[FACTORED_BETA2] = (float)p->hyper[1];
-    k[FACTORED_NEW2] = (float)(1.0 - p->hyper[1]);
+    if (p->norm) scalar->rms = p->norm[0] / sqrt(own->elements);
+    if (p->norm && scalar->rms > 1.0) clip = 1.0 / scalar->rms;
+    k[FACTORED_BETA1] = (float)h->beta1;
+    k[FACTORED_NEW1] = (float)(1.0 - h->beta1);
+    k[FACTORED_BETA2] = (float)h->beta2;
+    k[FACTORED_NEW2] = (float)(1.0 - h->beta2);
     k[FACTORED_REST] = own->matrix ? 0.0f : k[FACTORED_NEW2];
-    k[FACTORED_EPS] = (float)p->hyper[2];
+    k[FACTORED_EPS] = (float)h->eps;
     k[FACTORED_PLAIN] = own->matrix ? 0.0f : 1.0f;
     k[FACTORED_CLIP] = (float)clip;
     k[FACTORED_LR] = (float)p->lr;
@@ -96,20 +115,5 @@ V_OP vf factored_rule(const vf *k, vf w, vf g, vf *s, const int mode)
     vf divisor = v_add(v_sqrt(v_mul(s[4], s[5])), k[FACTORED_PLAIN]);
     return v_add(v_mul(k[FACTORED_LR], v_div0(s[0], divisor)), v_mul(k[FACTORED_DECAY], w));
 }
-
-#define factored_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                \
-    RULE("factored", FACTORED(2, 1), WHOLE, NOT_CAUTIOUS("sums over the tensor come before its update"),  \
-         .label = "Factored", .title = "vectors over rows and columns", .lr = 1e-3, .decay = "decoupled", \
-         .keeps = "exp_avg")                                                                              \
-    STATE(SIGNED, "exp_avg", .beta = "beta1")                                                             \
-    STATE(NONNEG, "exp_avg_sq", .beta = "beta2")                                                          \
-    STATE(ROWS, "sq_row", .beta = "beta2")                                                                \
-    STATE(COLUMNS, "sq_col", .beta = "beta2")                                                             \
-    STATE(ROWS, "res_row", .beta = "beta2")                                                               \
-    STATE(COLUMNS, "res_col", .beta = "beta2")                                                            \
-    HYPER("beta1", "decay rate", .initial = 0.9, .maximum = 1.0, .exclusive = 1)                          \
-    HYPER("beta2", "decay rate", .initial = 0.99, .maximum = 1.0, .exclusive = 1)                         \
-    HYPER("eps", "added to squares", .initial = 1e-8, .maximum = 1.0)                                     \
-    SCALAR("rms", .maximum = 1e300)
 
 #endif

@@ -244,6 +244,28 @@ static int keep_pointers(struct hstep_link *l, void *const *pointers, int n, uin
     return HALFSTEP_OK;
 }
 
+/* Keeps the pointers of a call in a captured step: those of its weights, then those of its gradients. */
+static int keep_call(struct hstep_link *l, const struct hstep_call *call, uint64_t *memory)
+{
+    const size_t n = (size_t)call->n, bytes = n * sizeof(void *);
+    void **wanted = (void **)calloc(2 * n, sizeof *wanted);
+    if (!wanted) return hstep_cuda_fail(HALFSTEP_ERROR_MEMORY, "no memory for the pointers of a captured step");
+    if (call->weights) memcpy((void *)wanted, call->weights, bytes);
+    memcpy((void *)(wanted + n), call->gradients, bytes);
+    int error = keep_pointers(l, wanted, 2 * call->n, memory);
+    free((void *)wanted);
+    return error;
+}
+
+/* Sends pointers, unless the GPU's memory has these already. `sent` is what it has. */
+static int send_changed(struct hstep_link *l, uint64_t memory, void **sent, const void *pointers, size_t bytes)
+{
+    if (!memcmp((const void *)sent, pointers, bytes)) return HALFSTEP_OK;
+    int error = hstep_link_send(l, memory, pointers, bytes);
+    if (!error) memcpy((void *)sent, pointers, bytes);
+    return error;
+}
+
 int hstep_link_point(struct hstep_link *l, const struct hstep_call *call, struct hstep_call *pointed)
 {
     const int n = call->n;
@@ -255,24 +277,12 @@ int hstep_link_point(struct hstep_link *l, const struct hstep_call *call, struct
     int at = call->single ? 2 * l->n_tensors + 2 * call->first : 0, error = HALFSTEP_OK;
     void **sent = l->sent + at;
     uint64_t memory = (uint64_t)(uintptr_t)(l->pointers + at);
-    const void *const *gradients = call->gradients;
     if (hstep_link_records(l)) {
-        void **wanted = (void **)calloc(2 * (size_t)n, sizeof *wanted);
-        if (!wanted) return hstep_cuda_fail(HALFSTEP_ERROR_MEMORY, "no memory for the pointers of a captured step");
-        if (call->weights) memcpy((void *)wanted, call->weights, bytes);
-        memcpy((void *)(wanted + n), gradients, bytes);
-        error = keep_pointers(l, wanted, 2 * n, &memory);
-        free((void *)wanted);
+        error = keep_call(l, call, &memory);
     } else {
-        if (call->weights && memcmp((const void *)sent, (const void *)call->weights, bytes)) {
-            if ((error = hstep_link_send(l, memory, call->weights, bytes))) return error;
-            memcpy((void *)sent, (const void *)call->weights, bytes);
-        }
-        if (memcmp((const void *)(sent + n), (const void *)gradients, bytes)) {
-            if ((error = hstep_link_send(l, memory + bytes, gradients, bytes))) return error;
-            memcpy((void *)(sent + n), (const void *)gradients, bytes);
-        }
-        if (!l->spare) error = keep_another(l, 2 * l->n_tensors);
+        if (call->weights) error = send_changed(l, memory, sent, call->weights, bytes);
+        if (!error) error = send_changed(l, memory + bytes, sent + n, call->gradients, bytes);
+        if (!error && !l->spare) error = keep_another(l, 2 * l->n_tensors);
     }
     if (call->weights) pointed->weights = (void *const *)(uintptr_t)memory;
     pointed->gradients = (const void *const *)(uintptr_t)(memory + bytes);

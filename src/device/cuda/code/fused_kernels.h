@@ -1,6 +1,6 @@
 /* Updates whose values stay in registers: a kernel for each rule with each recipe of fused.def. Functions are inlined
  * with constant rules and formats. Loops over a lane's places are unrolled, so that arrays of places are registers.
- * Included at the end of kernels.cu. Over 500 lines because all of a kernel is inlined from here. */
+ * Included at the end of kernels.cu. */
 #ifndef HSTEP_CUDA_FUSED_KERNELS_H
 #define HSTEP_CUDA_FUSED_KERNELS_H
 
@@ -357,7 +357,7 @@ V_OP void fused_tile(const struct fused_what f, vf (*rule)(const vf *, vf, vf, v
 {
     const int mode = (is_block(f.first) || is_block(f.second) ? RULE_CLAMP : 0) | (f.option ? RULE_OPTION : 0);
     const struct constants constants = constants_of(w->k);
-    const float l2 = w->l2;
+    const struct gradient_terms terms = gradient_terms(w->gradient_scale, 0.0f, w->l2);
     struct fused_slot slot;
     struct fused_state s0, s1, s2, s3;
     vf gradient[2], weight[2], change[2];
@@ -368,10 +368,7 @@ V_OP void fused_tile(const struct fused_what f, vf (*rule)(const vf *, vf, vf, v
     load_state(f, 1, w, element, more, &s1);
     load_state(f, 2, w, element, more, &s2);
     load_state(f, 3, w, element, more, &s3);
-    scale_pair(gradient, w->gradient_scale);
-    /* Tested once for all places. */
-    if (l2 != 0.0f)
-        CUDA_UNROLL for (int i = 0; i < 2; i++) gradient[i] = v_add(gradient[i], v_mul(v_set(l2), weight[i]));
+    CUDA_UNROLL for (int i = 0; i < 2; i++) gradient[i] = effective_gradient(terms, gradient[i], weight[i]);
     CUDA_UNROLL for (int i = 0; i < 2; i++)
     {
         vf s[HALFSTEP_MAX_STATES] = {s0.before[i], s1.before[i], s2.before[i], s3.before[i]};

@@ -53,12 +53,8 @@ CUDA_DEVICE void load(const struct hstep_work *w, float mean, const struct lane 
     if (w->format[1] >= 0) {
         fetch_slot(w, 1, l, r);
         decode(w->format[1], 0, r, v->gradient);
-        for (int i = 0; i < 2; i++) {
-            vf x = v_mul(v->gradient[i], v_set(u->gradient_scale));
-            if (mean != 0.0f) x = v_sub(x, v_set(mean));
-            if (u->l2 != 0.0f) x = v_add(x, v_mul(v_set(u->l2), v->weight[i]));
-            v->gradient[i] = x;
-        }
+        const struct gradient_terms terms = gradient_terms(u->gradient_scale, mean, u->l2);
+        for (int i = 0; i < 2; i++) v->gradient[i] = effective_gradient(terms, v->gradient[i], v->weight[i]);
     } else if (w->pass == HSTEP_PASS_CHANGE) { /* the transformed direction stands in for the gradient */
         fetch_slot(w, HSTEP_SLOT_WORK, l, r);
         decode(HSTEP_FORMAT_f32, 0, r, v->gradient);
