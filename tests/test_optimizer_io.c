@@ -176,6 +176,7 @@ static int build(run *r, const plan *p)
                              .group = group[s->group],
                              .name = s->name,
                              .ndim = s->ndim,
+                             .may_be_empty = 1,
                              .rows = s->rows,
                              .row_length = s->row_length,
                              .gradient = "f32"};
@@ -985,21 +986,13 @@ static void test_which_tensors(void)
     UNCHANGED(&b, before);
     end(&b);
 
-    /* Names that are one. */
     halfstep_tensor t = {
         .struct_size = sizeof t, .name = "twin", .id = 5, .ndim = 1, .rows = 3, .row_length = 1, .gradient = "f32"};
-    halfstep_optimizer *o = new_optimizer("sgd", 0, 0);
-    add_tensor(o, &t);
-    t.id = 6;
-    add_tensor(o, &t);
-    MUST(halfstep_allocate_states(o));
-    FAILS(halfstep_write_optimizer(at("unwanted"), o, NULL, NULL, TEXT), DUPLICATE, "\"twin\"");
-    halfstep_destroy(o);
     /* A name that is longer than any of its keys' beginnings. */
     char name[301] = "";
     for (int i = 0; i < 30; i++) strcat(name, "layers.10.");
     t.name = name;
-    o = optimizer_of("lamb", &t);
+    halfstep_optimizer *o = optimizer_of("lamb", &t);
     MUST(set_scalar(o, 0, "update_norm", 2.5));
     WORKS(halfstep_write_optimizer(at("long"), o, NULL, NULL, TEXT));
     MUST(set_scalar(o, 0, "update_norm", 1));
