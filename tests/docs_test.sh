@@ -45,6 +45,7 @@ if [ -e "$build_dir/libhalfstep_io.so" ]; then
     cat >"$scratch/saves.c" <<C
 #include <halfstep_io.h>
 #include <stdio.h>
+#include <stdlib.h>
 int main(void)
 {
     static float w[4096];
