@@ -13,7 +13,6 @@
 /* The part of a tensor that never reaches a device. */
 struct hstep_label {
     char *name;
-    uint64_t name_id;              /* hash of the name */
     halfstep_record_places places; /* addresses of the host's copies of the record */
     int norms_made;                /* 1: halfstep_run_norms() has made this tensor's sums for the next finish */
 };

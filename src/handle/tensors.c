@@ -196,13 +196,9 @@ static int check_name(const halfstep_optimizer *o, const char *name)
         return hstep_fail(o, HALFSTEP_ERROR_NAME,
                           "a tensor cannot be named '%s', because no file could hold it; names are UTF-8 and not %s",
                           name, HSTEP_METADATA);
-    const uint64_t id = hstep_hash_name(name);
-    for (int i = 0; i < o->n_tensors; i++)
-        if (o->labels[i].name_id == id && !strcmp(o->labels[i].name, name))
-            return hstep_fail(o, HALFSTEP_ERROR_DUPLICATE,
-                              "two tensors are named '%s'; files and errors name them, so each needs its own name",
-                              name);
-    return HALFSTEP_OK;
+    if (halfstep_tensor_find(o, name) < 0) return HALFSTEP_OK;
+    return hstep_fail(o, HALFSTEP_ERROR_DUPLICATE,
+                      "two tensors are named '%s'; files and errors name them, so each needs its own name", name);
 }
 
 static int add_tensor(halfstep_optimizer *o, const halfstep_tensor *d, int32_t *index)
@@ -244,7 +240,6 @@ static int add_tensor(halfstep_optimizer *o, const halfstep_tensor *d, int32_t *
         !(label.name = malloc(length)))
         return hstep_fail_memory(o, sizeof t + sizeof label + length, "tensor '%s'", d->name);
     memcpy(label.name, d->name, length);
-    label.name_id = hstep_hash_name(d->name);
     o->labels[o->n_tensors] = label;
     o->tensors[o->n_tensors] = t;
     *index = o->n_tensors++;
