@@ -214,7 +214,8 @@ HALFSTEP_API int halfstep_get_hyper(const halfstep_optimizer *optimizer, int32_t
 HALFSTEP_API int halfstep_set_choice(halfstep_optimizer *optimizer, int32_t group, const char *choice,
                                      const char *value);
 HALFSTEP_API const char *halfstep_get_choice(const halfstep_optimizer *optimizer, int32_t group, const char *choice);
-/* Writes the lr that the group's next step will use, "lr" times the schedule's factor, to *lr. */
+/* Writes the lr that the group's next step will use, "lr" times the schedule's factor, to *lr. RANGE if such a step is
+ * refused. */
 HALFSTEP_API int halfstep_current_lr(const halfstep_optimizer *optimizer, int32_t group, double *lr);
 
 /* ---- Describe the tensors ---------------------------------------------------------------------------------------- */

@@ -63,6 +63,7 @@ expect 2 'sgd' train lm --data "$data" --micro-steps 2 --accumulator states --re
 expect 2 'l2' train lm --data "$data" --micro-steps 2 --accumulator states --recipe adam --weight-decay 0.1
 expect 2 'schedulefree' train lm --data "$data" --micro-steps 2 --accumulator states --recipe schedulefree
 expect 2 'ema follows weights' train lm --data "$data" --recipe ema/bf16-sr
+expect 2 '--warmup 10 is above --steps 3, so --schedule linear would never' train lm --data "$data" --steps 3 --warmup 10 --schedule linear
 expect 2 'one of --params, --checkpoint, --width' plan
 expect 2 'bytes' plan --params 7e9 --memory 24Q
 expect 2 'prodigy/f32/f32 needs the gradients of all' plan --params 7e9 --release --recipes adamw/f32,prodigy/f32

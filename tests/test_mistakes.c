@@ -191,6 +191,9 @@ static void test_groups(void)
                 MUST(halfstep_set_choice(o, g, kinds[k % 2], falling[k / 2]));
                 code = step_tensor(o, 1, weight[1], gradient[1]));
     }
+    REFUSED("total_steps", "never set, the rate asked for", GROUPED, RANGE, "needs a length; set total_steps",
+            MUST(halfstep_set_choice(o, g, "schedule", "linear"));
+            code = halfstep_current_lr(o, g, &number));
     REFUSED("total_steps", "shorter than the warm-up", PLACED, RANGE, "warmup_steps = 30 is above total_steps = 20",
             MUST(halfstep_set_choice(o, g, "schedule", "cosine"));
             MUST(halfstep_set_hyper(o, g, "total_steps", 20)); MUST(halfstep_set_hyper(o, g, "warmup_steps", 30));

@@ -403,8 +403,11 @@ int halfstep_current_lr(const halfstep_optimizer *o, int32_t group, double *lr)
     HSTEP_NEED(o, lr);
     int error = hstep_check_group(o, group);
     if (error || (error = hstep_fetch(o))) return error;
+    const struct hstep_group *g = &o->groups[group];
+    error = hstep_check_schedule(o, group, g->schedule, g->hyper[HSTEP_WARMUP_STEPS], g->hyper[HSTEP_TOTAL_STEPS]);
+    if (error) return error;
     struct hstep_fp fp = hstep_fp_enter();
-    *lr = hstep_group_lr(&o->groups[group]);
+    *lr = hstep_group_lr(g);
     hstep_fp_leave(fp);
     return HALFSTEP_OK;
 }
