@@ -4,6 +4,7 @@
 # --twice builds them again elsewhere, which must give the same bytes. Device code is from the packed images in the folder
 # HALFSTEP_CUDA_IMAGES, BUILD/packaging/images if not set. If there is no such folder, it is PTX by clang.
 set -eu
+export LC_ALL=C # ranges such as [A-Z] and the order of sort follow the language otherwise
 cd "$(dirname "$0")/.."
 build=$(mkdir -p "$1/packaging" "$1/dist" && cd "$1" && pwd)
 twice=${2:-}

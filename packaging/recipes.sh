@@ -4,6 +4,7 @@
 # as a machine without Homebrew and conda can, and compiles the program for macOS. The recipes name the release in REPOSITORY, an address;
 # without one they name the archive here.
 set -eu
+export LC_ALL=C # ranges such as [A-Z] and the order of sort follow the language otherwise
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh packages
 build=$(mkdir -p "$1/packaging" "$1/dist" && cd "$1" && pwd)

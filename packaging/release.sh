@@ -3,6 +3,7 @@
 # section with a date, CITATION.cff has that date. With DIST, a folder of packages, fails unless it has all wheels and the sdist of this
 # version; writes their hashes to DIST/SHA256SUMS. Prints the section of CHANGELOG.md, the notes of the release, on stdout.
 set -eu
+export LC_ALL=C # ranges such as [A-Z] and the order of sort follow the language otherwise
 fail() {
     echo "release.sh: $*" >&2
     exit 1

@@ -4,6 +4,7 @@
 # to change one, change it in NAME.txt. Other lists are complete by hand: a line NAME==VERSION each. The machine's pip must find the CPU
 # build of torch, by PIP_FIND_LINKS, which gets a hash beside the files of the index.
 set -eu
+export LC_ALL=C # ranges such as [A-Z] and the order of sort follow the language otherwise
 cd "$(dirname "$0")/.."
 [ $# != 0 ] || set -- $(git ls-files '*requirements.txt' 'scripts/pins/*.txt')
 bash scripts/venv.sh build/pins scripts/pins/uv.txt

@@ -16,6 +16,7 @@ import datetime
 import json
 import os
 import re
+import stat
 import subprocess
 import sys
 import time
@@ -91,10 +92,15 @@ __attribute__((constructor)) static void begin(void)
     if (!strncmp(program_invocation_short_name, "python", 6)) setlocale(LC_ALL, "");
 }
 """
-# Gives up all rights, hides /dev/shm, and runs a command in the folder $1.
+# Gives up all rights, hides /dev/shm, and runs a command in the folder $1. Python's installation $2
+# may lie in a folder $3 that only root may enter, so that folder then shows the installation alone.
 AS_USER = f"""mount -t tmpfs -o mode=0,ro none /dev/shm || exit 1
+if [ -n "$3" ]; then
+    mkdir -p "$1/python" && mount --bind "$2" "$1/python" &&
+    mount -t tmpfs -o mode=755 none "$3" && mkdir -p "$2" && mount --move "$1/python" "$2" || exit 1
+fi
 umask 077
-cd "$1" && shift
+cd "$1" && shift 3
 exec setpriv --reuid={NOBODY} --regid={NOBODY} --clear-groups --no-new-privs -- "$@"
 """
 
@@ -153,16 +159,19 @@ class Setting:
 
     def _user(self):
         """Builds the committed tree once more, as a user who may write nowhere else."""
-        tree = Path("/var/tmp/halfstep-user")
-        run("rm", "-rf", str(tree))
+        place = Path("/var/tmp/halfstep-user")
+        run("rm", "-rf", str(place))
+        tree, scratch = place / "tree", place / "tmp ä"
+        scratch.mkdir(parents=True)
         run("git", "clone", "-q", ".", str(tree))
-        scratch = tree / "tmp ä"
-        scratch.mkdir()
         (tree / "build").mkdir()
         run("cp", "-a", str(self.build / "venv"), str(tree / "build/venv"))
         (tree / "build/venv/halfstep.installed").unlink()
-        run("chown", "-R", f"{NOBODY}:{NOBODY}", str(tree))
-        self.before = ["unshare", "-m", "bash", "-c", AS_USER, "_", str(tree)]
+        run("chown", "-R", f"{NOBODY}:{NOBODY}", str(place))
+        python = (self.build / "venv/bin/python").resolve().parents[1]
+        closed = [above for above in python.parents if not above.stat().st_mode & stat.S_IXOTH]
+        inside = [str(python), str(closed[-1]) if closed else ""]
+        self.before = ["unshare", "-m", "bash", "-c", AS_USER, "_", str(tree), *inside]
         self.environment.update(TMPDIR=str(scratch), BUILD=str(tree / "build"))
         self.environment.pop("XDG_CACHE_HOME", None)
         self.build = tree / "build"
@@ -226,7 +235,8 @@ class Setting:
         failed |= set(re.findall(r"^\t *\d+ - (\S+) \((?!Skipped)", "\n".join(lines), re.M)) - {
             "python"
         }
-        return sorted(failed), lines[-1] if lines else "no output"
+        last = lines[-1] if lines else "no output"
+        return sorted(failed), last if " passed, " in last else f"stopped: {last}"
 
     def end(self):
         if self.group:

@@ -114,6 +114,63 @@ no_address_space() {
     [ $refusals -gt 5 ] || bad "only $refusals limits were too low"
 } 2>/dev/null
 
+# ---- Odd file systems ----
+
+# Modes, links and syncs of folders are polish. Without them everything is saved, and only the links get a note.
+without_polish() {
+    polished() { timeout 240 env FAULT_POLISH=1 LD_PRELOAD="$scratch/faults.so" "$halfstep" "$@" 2>err; }
+    mkdir run report
+    polished "${small[@]}" --steps 6 --checkpoint run --checkpoint-every 2 --log log.csv >out || bad "train: $(cat err)"
+    ! grep -v '^note: the checkpoint is saved, but .*cannot make a link' err || bad "train says this"
+    polished train lm --resume --quiet --checkpoint run --steps 8 >out || bad "resume: $(cat err)"
+    [ "$(step_of run)" = 8 ] || bad "step $(step_of run)"
+    for _ in 1 2; do
+        polished compare lm "${small[@]:2}" --steps 1 --recipes adamw/f32,adamw/bf16 --out report --checkpoint report/runs >out ||
+            bad "compare: $(cat err)"
+        rm -r report/runs
+    done
+    polished convert run model.safetensors --to f32 >out || bad "convert: $(cat err)"
+    polished convert run run.states --to store >out || bad "convert to a file of states: $(cat err)"
+    polished convert run.states again --to checkpoint >out || bad "convert from a file of states: $(cat err)"
+}
+
+# An output that is a link is written where it leads to. A folder is not made through a link, which is said.
+links_as_outputs() {
+    mkdir far
+    for name in model.safetensors log.csv; do ln -s far/$name $name; done
+    ln -s far/later later
+    ln -s nowhere/file astray
+    lm --steps 2 --checkpoint run --log log.csv >out || bad "$(cat err)"
+    "$halfstep" convert run model.safetensors --to f32 >out 2>err || bad "convert: $(cat err)"
+    for name in model.safetensors log.csv; do [ -L $name ] && [ -s far/$name ] || bad "$name does not lie behind its link"; done
+    refused 1 'later: it is a link to far/later, which does not exist' "${small[@]}" --steps 2 --checkpoint later
+    refused 1 'later: it is a link to far/later, which does not exist' \
+        compare lm "${small[@]:2}" --steps 1 --recipes adamw/f32,adamw/bf16 --out later
+    refused 1 'astray: it is a link to nowhere/file, which does not exist' convert run astray --to f32
+    refused 1 'astray: it is a link to nowhere/file, which does not exist' "${small[@]}" --steps 2 --log astray
+    refused 1 'later: it is a link to far/later, which does not exist' convert run later --to store
+    [ "$(ls far)" = "$(printf 'log.csv\nmodel.safetensors')" ] || bad "left: $(ls far)"
+}
+
+# A limit of file sizes is an error like a full disk: a sentence, the files as they were, and nothing left over.
+limit_of_file_sizes() {
+    limited() {
+        local got=0
+        (ulimit -c 0 && ulimit -f 8 && exec timeout 240 "$halfstep" "$@") >out 2>err </dev/null || got=$?
+        [ $got = 1 ] || bad "$*: exit $got: $(head -c 300 err)"
+        [ "$(grep -cv '^warning: ' err)" = 1 ] && grep -q '^halfstep: .*File too large$' err || bad "$*: $(head -c 300 err)"
+        find . -mindepth 1 | sort | diff - ../limit_before || bad "$*: left something behind"
+    }
+    "$halfstep" "${small[@]}" --width 32 --steps 3 --checkpoint run >out 2>err || bad "$(cat err)"
+    touch out err
+    find . -mindepth 1 | sort >../limit_before
+    limited train lm --resume --quiet --checkpoint run --steps 4
+    [ "$(step_of run)" = 3 ] || bad "step $(step_of run)"
+    limited "${small[@]}" --width 32 --steps 4 --checkpoint other --checkpoint-every 2
+    limited convert run model.safetensors --to f32
+    limited convert run run.states --to store
+}
+
 # ---- Two runs ----
 
 one_run_in_a_directory() {
@@ -300,15 +357,20 @@ start() {
     wait_for '[ -e log.csv ] && [ $(wc -l <log.csv) -gt 3 ]'
 }
 
-a_closed_terminal_saves() {
-    start "$halfstep"
-    # The signal comes from the kernel, and once more from the shell.
-    kill -HUP $first
-    kill -HUP $first 2>/dev/null || true
-    got=0
-    wait $first || got=$?
-    [ $got = 129 ] || bad "exit $got: $(tail -1 err1)"
-    grep -q 'saved in run' err1 && "$halfstep" inspect run >out || bad "not saved: $(tail -1 err1)"
+# A terminal that closes, and batch systems, send these. The kernel repeats SIGXCPU each second, and a batch system may
+# add SIGTERM. Neither ends a save.
+signals_that_warn_save() {
+    for signal in HUP:129 USR1:138 USR2:140 XCPU:152; do
+        rm -rf run log.csv
+        start "$halfstep"
+        kill -${signal%:*} $first
+        kill -${signal%:*} $first 2>/dev/null || true
+        [ $signal != USR1:138 ] || kill -TERM $first 2>/dev/null || true
+        got=0
+        wait $first || got=$?
+        [ $got = ${signal#*:} ] || bad "$signal: exit $got: $(tail -1 err1)"
+        grep -q 'saved in run' err1 && "$halfstep" inspect run >out || bad "$signal: not saved: $(tail -1 err1)"
+    done
 }
 
 nohup_outlives_the_terminal() {

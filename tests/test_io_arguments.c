@@ -455,7 +455,8 @@ static void test_places(void)
         /* A save whose name leads nowhere, or to a file. */
         halfstep_checkpoint_save *save;
         if (symlink("nowhere", at("dangling"))) exit(1);
-        REFUSED(IO, "dangling", halfstep_begin_checkpoint, &save, at("dangling"), NULL);
+        REFUSED(IO, "dangling: it is a link to nowhere, which does not exist", halfstep_begin_checkpoint, &save,
+                at("dangling"), NULL);
         REFUSED(IO, "kept", halfstep_begin_checkpoint, &save, at("kept"), NULL);
     }
     TEST("temporary names that a process of this number has left are passed over") {

@@ -102,9 +102,10 @@ static int faulty_fdatasync(int fd)
     return 0;
 }
 
+static int reservation_says; /* the answer of a file system without reservations; 0: it has them */
 static int faulty_fallocate(int fd, off_t offset, off_t bytes)
 {
-    return refuse() ? fault.number : posix_fallocate(fd, offset, bytes);
+    return refuse() ? fault.number : reservation_says ? reservation_says : posix_fallocate(fd, offset, bytes);
 }
 
 static int faulty_open(const char *path, int flags, mode_t mode) { return refuse() ? -1 : open(path, flags, mode); }
@@ -368,6 +369,20 @@ static void test_refusals(void)
     WORKS(open_other(path, 0));
     FAILS(create(&r, path, NULL), IO, "exists already");
     end_run(&r);
+    if (symlink("nowhere", path_of("dangling"))) FAIL("no link");
+    FAILS(create(&r, path_of("dangling"), NULL), IO, "dangling: it is a link to nowhere, which does not exist");
+    end_run(&r);
+    /* Without reservations the file has its length all the same. */
+    static const int answers[] = {EOPNOTSUPP, ENOSYS};
+    for (size_t i = 0; i < COUNT(answers); i++) {
+        const char *sparse = path_of(i ? "sparse1" : "sparse0");
+        reservation_says = answers[i];
+        make_file(sparse, 3, NULL);
+        reservation_says = 0;
+        WORKS(open_run(&r, sparse));
+        CHECK(!step(&r), "a step in a file without a reservation");
+        end_run(&r);
+    }
     WORKS(open_run(&r, path));
     FAILS(open_run(&other, path), IO, "in use, by another process");
     end_run(&other);

@@ -201,6 +201,7 @@ class EngineCache:
         m = self.current(decides=False).member(p)
         if m is None or self.stale(m):
             if p not in self.groups.state:
+                self.groups.group_of(p)  # which says of another tensor that it is no parameter
                 raise ValueError("halfstep: this parameter has no states yet; make a step first")
             m = self.build(decides=False).member(p)
         return m

@@ -80,7 +80,7 @@ class Inspection:
     def scalar(self, p, name):
         """Returns a number that the rule keeps for a parameter."""
         m = self.cache.member(p)
-        return _calls.read_number(m.handle, m.index, self.groups.row_for(p), name)
+        return _calls.read_number(m.handle, m.index, m.rule, name)
 
     def text(self):
         """Returns the text of repr()."""
@@ -132,8 +132,8 @@ class Inspection:
 
     # ---- Reading ---------------------------------------------------------------------------------
 
-    def _slot(self, p, name):
-        rule = self.groups.row_for(p)
+    @staticmethod
+    def _slot(rule, name):
         names = list(rule.roles)
         if name not in names:
             raise KeyError(
@@ -183,10 +183,21 @@ class Inspection:
     @torch.no_grad()
     def read_state(self, p, name):
         """Returns a state decoded to fp32."""
-        slot = self._slot(p, name)
-        if p.numel() == 0:
+        m = self.cache.member(p) if p.numel() else None
+        return self._read_state(m, p, name)
+
+    def _read_state(self, m, p, name):
+        slot = self._slot(m.rule if m else self.groups.row_for(p), name)
+        if m is None:
             return torch.empty(p.shape, dtype=torch.float32, device="cpu")
-        return self._read(self.cache.member(p), lib.halfstep_read_slot, slot, None)
+        return self._read(m, lib.halfstep_read_slot, slot, None)
+
+    def reader(self):
+        """Returns read_state() for many calls, between which nothing changes."""
+        engine = self.cache.current(decides=False)
+        if any(map(self.cache.stale, engine.members)):
+            engine = self.cache.build(decides=False)
+        return lambda p, name: self._read_state(engine.member(p), p, name)
 
     # ---- Writing ---------------------------------------------------------------------------------
 
@@ -233,4 +244,4 @@ class Inspection:
         if p.numel() == 0:
             return
         m = self._member_to_write(p)
-        self._write(m, self._slot(p, name), None, values)
+        self._write(m, self._slot(m.rule, name), None, values)

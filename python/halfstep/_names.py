@@ -37,12 +37,11 @@ def some(names, most=6):
 
 def _prefix(longer, shorter):
     """Returns what all longer names begin with if the rest of them are the shorter names, such as
-    "base_model.model.", or None."""
-    for name in shorter:
-        prefix = longer[0][: -len(name)]
-        if longer[0].endswith("." + name) and {prefix + one for one in shorter} == set(longer):
-            return prefix
-    return None
+    "base_model.model.". Returns "" if there is no such prefix. Both lists have as many names."""
+    more = sum(map(len, longer)) - sum(map(len, shorter))
+    prefix = longer[0][: max(more, 0) // len(longer)]
+    ends = prefix.endswith(".") and {prefix + name for name in shorter} == set(longer)
+    return prefix if ends else ""
 
 
 def match(theirs, ours, what="this state"):
@@ -62,8 +61,9 @@ def match(theirs, ours, what="this state"):
         if len(set(there)) < len(there) or len(set(here)) < len(here):
             continue  # two names of one side would become equal
         if len(there) == len(here) > 0:
-            here = [(_prefix(there, here) or "") + name for name in here]
-            there = [(_prefix(here, there) or "") + name for name in there]
+            before_here, before_there = _prefix(there, here), _prefix(here, there)
+            here = [before_here + name for name in here]
+            there = [before_there + name for name in there]
         places = {name: i for i, name in enumerate(there)}
         found = [places.get(name) for name in here]
         if None not in found and len(there) == len(here):

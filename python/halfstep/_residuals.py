@@ -105,6 +105,7 @@ class Residuals:
         """Notes that handles were made anew."""
         self.watch.keep(engine.guarded)
         self.wrote([p for p in engine.converted if p in self.watch.index])
+        self.watch.judged_all({p: self.of(p) for p in engine.guarded})
 
     @contextlib.contextmanager
     def compiled_step(self, cache, given, witness):

@@ -41,6 +41,8 @@ class Saving:
         self.groups, self.names, self.residuals, self.cache = groups, names, residuals, cache
         self.accumulation, self.release = accumulation, release
         self.inspection = inspection
+        # The hashes of the last pickle. A process that is spawned opens their memory later.
+        self._given = {}
 
     # ---- State dictionaries ----------------------------------------------------------------------
 
@@ -93,7 +95,7 @@ class Saving:
     def plain(self):
         """Returns the state as torch's own optimizer of the same rule saves it."""
         self.sync()
-        return _state.plain(self.groups, self.inspection.read_state)
+        return _state.plain(self.groups, self.inspection.reader())
 
     # ---- Pickles ---------------------------------------------------------------------------------
 
@@ -112,12 +114,13 @@ class Saving:
             if key not in _TRANSIENT
             and not (key.startswith("_optimizer_") and key.endswith("_hooks"))
         }
+        self._given = self.residuals.hashes()
         return {
             **kept,
             **self.groups.saved(),
             **self.names.saved(),
             "_pending": dict(self.accumulation.pending),
-            "_weight_hashes": self.residuals.hashes(),
+            "_weight_hashes": self._given,
         }
 
     def restart(self, witness):

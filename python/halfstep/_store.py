@@ -180,7 +180,7 @@ class Store:
 
     file        the open file of halfstep_io, or None
     part        the handle that is bound to it. It outlives its engine until the next is bound
-    indices     the tensors of that handle, by parameter
+    indices     the tensors of that handle and their names, by parameter
     places      (group, position) of the parameters that the file holds, or None before it is made
     versions    _mark() of weights as the file holds them, by parameter
     held        True while what is loaded is not to be made durable yet
@@ -328,7 +328,7 @@ class Store:
         before, self.part = self.part, part
         if before is not None and before is not part:
             before.close()
-        self.indices = {m.p: m.index for m in engine.members}
+        self.indices = {m.p: (m.index, m.name) for m in engine.members}
         if fresh:
             places = {p: (g, i) for g, i, p in reversed(list(self.groups.members()))}
             self.places = {places[m.p] for m in engine.members}
@@ -423,7 +423,8 @@ class Store:
             raise RuntimeError(f"halfstep: {self.path} was closed; make another optimizer from it")
         if tensor.numel():
             place, size = tensor.data_ptr(), tensor.numel() * tensor.element_size()
-            invoke(function, self.part, self.indices[p], s.slot, s.extra, 0, size, place)
+            index, _ = self.indices[p]
+            invoke(function, self.part, index, s.slot, s.extra, 0, size, place)
         return tensor
 
     def read(self, p, s):
@@ -433,7 +434,8 @@ class Store:
 
     def write(self, p, s, tensor):
         """Writes the tensor of a stream of a parameter. The next step makes it durable."""
-        tensor = _convert.adopt(tensor, s, self.names.find(p))
+        _, name = self.indices.get(p, (None, "?"))
+        tensor = _convert.adopt(tensor, s, name)
         self._bytes(lib.halfstep_write_bytes, p, s, tensor)
 
     # ---- Steps -----------------------------------------------------------------------------------

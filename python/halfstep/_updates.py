@@ -149,7 +149,7 @@ class Updates:
             return
         self.accumulation.gathered((m.p,), micro)
         if code or back or not micro:
-            self._finish(engine, code, back, () if micro else (m.p,), m.handle)
+            self._finish(engine, code, back, () if micro else (m.p,), m.handle, False)
 
     def count_empty(self, only=None):
         """Counts a step of each parameter without elements that has a gradient, or of `only`."""
@@ -159,14 +159,15 @@ class Updates:
 
     # ---- After a call ----------------------------------------------------------------------------
 
-    def _finish(self, engine, code, back, stepped, handle):
+    def _finish(self, engine, code, back, stepped, handle, counted=True):
         """Acts on the code of a call, and writes back weights that were worked on in copies.
-        `handle` is the handle that was asked."""
+        `handle` is the handle that was asked. `counted`: it counts steps of groups, which a call
+        about one parameter does not."""
         if code is None:  # refused by another rank
             self.refuse()
             self.refusals.tell(None, None)
             return
-        if code == _abi.NONFINITE or code == _abi.OK and not engine.asynchronous:
+        if code == _abi.NONFINITE or code == _abi.OK and counted and not engine.asynchronous:
             engine.tell(self.groups.param_groups)
         if code == _abi.NONFINITE:
             self.refusals.tell(engine, handle)

@@ -52,6 +52,18 @@ def _place(tensor):
     return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
+def _block(tensor):
+    """Returns the address of the memory block that a weight lies in."""
+    return stored(tensor).untyped_storage().data_ptr()
+
+
+def _digest(extra):
+    """Returns something that two residuals have in common if they hold the same bits."""
+    here = local(extra)
+    flat = _devices.contiguous(here).view(-1).view(torch.uint8)
+    return here.shape, here.dtype, int(flat.sum(dtype=torch.int64))
+
+
 #: elements of a vector that share a hash
 PIECE = 256
 #: elements that are hashed at a time. A CPU takes as many as its cache holds. A GPU takes more,
@@ -138,7 +150,7 @@ class _Note:
     """What is noted of one weight beside its version and place."""
 
     def __init__(self):
-        self.held = self.hashes = None
+        self.held = self.hashes = self.block = None
         self.brought = False
 
 
@@ -158,7 +170,10 @@ class Watch:
     def __init__(self, witness=None):
         # Parallel lists; `index` is the place of each tensor in them.
         self.tensors, self.versions, self.places, self.notes, self.index = [], [], [], [], {}
-        self.blocks = None
+        #: the places of the weights in each memory block, as keys, by its address
+        self.blocks = {}
+        #: residuals that adopt() has judged, by weight: a weak reference and the version
+        self.judged = {}
         #: the token of a caller that knows the places as they are noted, which spares a second look
         self.token = None
         #: compiled: compiled steps so far; witness_copied: True if the last one got a copy of the
@@ -282,12 +297,8 @@ class Watch:
     def _sharing(self, i):
         """Returns the places of the weights in the same memory block as this one, because they may
         share a version counter."""
-        if self.blocks is None:
-            self.blocks = {}
-            for k, p in enumerate(self.tensors):
-                self.blocks.setdefault(stored(p).untyped_storage().data_ptr(), []).append(k)
-        found = self.blocks.get(stored(self.tensors[i]).untyped_storage().data_ptr(), ())
-        return found if i in found else (i,)  # it has moved meanwhile
+        found = self.blocks.get(_block(self.tensors[i]), ())
+        return list(found) if i in found else [i]  # it has moved meanwhile
 
     # ---- Noting ----------------------------------------------------------------------------------
 
@@ -297,10 +308,19 @@ class Watch:
         place = _place(p)
         if self.places[i] != place:
             self.places[i], note.held = place, p.detach()
-            self.blocks = self.token = None
+            self._note_block(i)
         note.extra, note.extra_version = extra, None if extra is None else version(extra)
         note.compiled, note.copied = self.compiled, copied
         note.witness = None if self.witness is None else version(self.witness)
+
+    def _note_block(self, i):
+        """Notes which memory block a weight lies in."""
+        note, block = self.notes[i], _block(self.tensors[i])
+        self.token = None
+        if block != note.block:
+            self.blocks.get(note.block, {}).pop(i, None)
+            self.blocks.setdefault(block, {})[i] = True
+            note.block = block
 
     def _hash(self, places):
         """Makes hashes after our own writes, or forgets them. Those in state dictionaries become
@@ -330,23 +350,43 @@ class Watch:
         self.notes[i].extra, self.notes[i].extra_version = extra, version(extra)
 
     def is_left(self, p, extra):
-        """Returns True if this residual was left beside this weight, or loaded for it."""
+        """Returns True if this residual was left beside this weight, loaded for it, or judged
+        before."""
         note = self.notes[self.index[p]] if p in self.index else None
-        return note is not None and (note.extra is extra or note.brought)
+        if note is not None and (note.extra is extra or note.brought):
+            return True
+        reference, seen = self.judged.get(p, (None, None))
+        return reference is not None and reference() is extra and seen == version(extra)
+
+    def judged_all(self, extras):
+        """Notes that adopt() has judged these residuals. `extras` holds all by weight."""
+        self.judged = {p: (weakref.ref(extra), version(extra)) for p, extra in extras.items()}
 
     def adopt(self, extras):
         """Takes residuals that somebody has put beside other weights than those that left them, as
         trainers do who make a parameter anew. The bits of those weights judge them. An unknown
         weight may have a copy of a residual. `extras` holds all residuals by weight."""
-        found = []
-        for p, extra in extras.items():
-            if not isinstance(extra, torch.Tensor) or self.is_left(p, extra):
-                continue
-            for i, note in enumerate(self.notes):
-                copied = p not in self.index and self._is_copy(note, extra)
-                if note.extra is extra or copied and bool(local(extra).any()):
-                    found.append((p, extra, self._hashes_left(i)))
-                    break
+        others = {
+            p: extra
+            for p, extra in extras.items()
+            if isinstance(extra, torch.Tensor) and not self.is_left(p, extra)
+        }
+        if not others:
+            return
+        left = {id(note.extra): i for i, note in enumerate(self.notes)}
+        copies, found = None, []
+        for p, extra in others.items():
+            i = left.get(id(extra))
+            if i is None and p not in self.index and bool(local(extra).any()):
+                if copies is None:
+                    copies = {}
+                    for k, note in enumerate(self.notes):
+                        if note.extra is not None:
+                            copies.setdefault(_digest(note.extra), []).append(k)
+                places = copies.get(_digest(extra), ())
+                i = next((k for k in places if self._is_copy(self.notes[k], extra)), None)
+            if i is not None:
+                found.append((p, extra, self._hashes_left(i)))
         for p, extra, hashes in found:
             if hashes is None:  # no row has such a hash
                 hashes = torch.ones_like(row_hashes(p))
@@ -385,7 +425,7 @@ class Watch:
         self.versions.append(None)
         self.places.append(None)
         self.notes.append(_Note())
-        self.blocks = self.token = None
+        self._note_block(self.index[p])
 
     def wrote(self, tensors, extra_of, copied=None):
         """Notes our write of these weights. strangers() must have looked before. `copied` is as
@@ -417,4 +457,7 @@ class Watch:
                 values = getattr(self, name)
                 setattr(self, name, [values[i] for i in kept])
             self.index = {p: i for i, p in enumerate(self.tensors)}
-            self.blocks = self.token = None
+            self.blocks = {}
+            for i, note in enumerate(self.notes):
+                note.block = None
+                self._note_block(i)

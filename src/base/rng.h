@@ -231,15 +231,21 @@ HSTEP_INLINE void hstep_random_words(int generator, const struct hstep_key *stre
     }
 }
 
+/* Spreads the differences of numbers over all bits (D. Stafford's mix 13). */
+HSTEP_INLINE uint64_t hstep_spread(uint64_t h)
+{
+    h = (h ^ (h >> 30)) * 0xBF58476D1CE4E5B9u;
+    h = (h ^ (h >> 27)) * 0x94D049BB133111EBu;
+    return h ^ (h >> 31);
+}
+
 /* Returns the default id of a tensor, a hash of its name. FNV-1a leaves names that differ in their last letters close
- * together, so a finaliser follows it (D. Stafford's mix 13). The id is never 0, which means "no id given". */
+ * together, so a finaliser follows it. The id is never 0, which means "no id given". */
 HSTEP_INLINE uint64_t hstep_hash_name(const char *name)
 {
     uint64_t h = 0xCBF29CE484222325u;
     for (; *name; name++) h = (h ^ (unsigned char)*name) * 0x100000001B3u;
-    h = (h ^ (h >> 30)) * 0xBF58476D1CE4E5B9u;
-    h = (h ^ (h >> 27)) * 0x94D049BB133111EBu;
-    h ^= h >> 31;
+    h = hstep_spread(h);
     return h ? h : 1;
 }
 

@@ -116,6 +116,7 @@ void halfstep_destroy(halfstep_optimizer *o)
     if (o->device->close) o->device->close(&o->context);
     for (int i = 0; i < o->n_tensors; i++) free(o->labels[i].name);
     free(o->labels);
+    free(o->links);
     free(o->tensors);
     free(o->groups);
     free(o);
@@ -349,9 +350,10 @@ static int *choice_place(halfstep_optimizer *o, int32_t group, const char *choic
 /* Fails if a group, or one of all groups, cannot have this decay mode. */
 static int check_decay(const halfstep_optimizer *o, int32_t group, int decay)
 {
-    for (int i = 0; decay == HSTEP_DECAY_CAUTIOUS && i < o->n_groups; i++) {
+    const int all = group == HALFSTEP_ALL_GROUPS, end = all ? o->n_groups : group + 1;
+    for (int i = all ? 0 : group; decay == HSTEP_DECAY_CAUTIOUS && i < end; i++) {
         const struct hstep_rule *rule = &hstep_rules[o->groups[i].recipe.rule];
-        if ((i == group || group == HALFSTEP_ALL_GROUPS) && rule->no_cautious_decay)
+        if (rule->no_cautious_decay)
             return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
                               "the decay of %s cannot be cautious: %s; choose another decay", rule->name,
                               rule->no_cautious_decay);

@@ -17,6 +17,15 @@ struct hstep_label {
     int norms_made;                /* 1: halfstep_run_norms() has made this tensor's sums for the next finish */
 };
 
+/* Tensors are in lists by hashes of their ids, and in others by hashes of their names. There are as many lists of
+ * each kind as links. Link k has the first tensor of list k, and the tensor that follows tensor k in its list. -1: no
+ * tensor. */
+enum { HSTEP_BY_ID, HSTEP_BY_NAME, HSTEP_KEYS };
+
+struct hstep_links {
+    int first[HSTEP_KEYS], next[HSTEP_KEYS];
+};
+
 struct halfstep_optimizer {
     const struct hstep_device *device;
     char ordinal[24]; /* the part of the device's option after the colon */
@@ -30,8 +39,9 @@ struct halfstep_optimizer {
     struct hstep_group *groups;
     struct hstep_tensor *tensors;
     struct hstep_label *labels; /* one for each tensor */
+    struct hstep_links *links;  /* room for as many tensors as capacity_links, which is a power of two */
     int has_bound_copies;       /* 1: some label has a place for the host's copies */
-    int n_groups, n_tensors, capacity_groups, capacity_tensors, capacity_labels;
+    int n_groups, n_tensors, capacity_groups, capacity_tensors, capacity_labels, capacity_links;
     /* Set when the handle is settled: */
     int settled;
     struct hstep_plan plan;
@@ -173,6 +183,11 @@ int hstep_check_schedule(const halfstep_optimizer *o, int group, int schedule, d
 
 /* Makes room in an array for one more than count elements. After a failure the array is unchanged. */
 int hstep_grow(void **array, int count, int *capacity, size_t size);
+
+/* Returns the tensor with this id, or -1. */
+int hstep_find_id(const halfstep_optimizer *o, uint64_t id);
+/* Gives a tensor another id. */
+void hstep_change_id(halfstep_optimizer *o, int tensor, uint64_t id);
 
 /* Chooses the formats of a tensor's states under the group's hyper-parameters. */
 int hstep_choose_states(const halfstep_optimizer *o, const struct hstep_group *g, const char *name,

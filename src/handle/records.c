@@ -121,10 +121,10 @@ static int check_tensor_record(const halfstep_optimizer *o, const halfstep_recor
     if ((error = check_count(o, of, "state_steps", r->state_steps)) ||
         (error = check_count(o, of, "full_steps", r->full_steps)) || (error = check_count(o, of, "writes", r->writes)))
         return error;
-    for (int i = 0; r->id && r->id != o->tensors[r->index].id && i < o->n_tensors; i++)
-        if (o->tensors[i].id == r->id)
-            return hstep_fail(o, HALFSTEP_ERROR_DUPLICATE, "tensor '%s' already has id %016llx", o->labels[i].name,
-                              (unsigned long long)r->id);
+    const int same = r->id ? hstep_find_id(o, r->id) : -1;
+    if (same >= 0 && same != r->index)
+        return hstep_fail(o, HALFSTEP_ERROR_DUPLICATE, "tensor '%s' already has id %016llx", o->labels[same].name,
+                          (unsigned long long)r->id);
     return check_numbers(o, r);
 }
 
@@ -178,7 +178,7 @@ static void show(const halfstep_optimizer *o, int tensor)
 static void restore_tensor(halfstep_optimizer *o, const halfstep_record *r)
 {
     struct hstep_tensor *t = &o->tensors[r->index];
-    if (r->id) t->id = r->id;
+    if (r->id) hstep_change_id(o, r->index, r->id);
     t->state_steps = r->state_steps;
     t->full_steps = r->full_steps;
     t->writes = r->writes;

@@ -187,6 +187,60 @@ static int begins_matrix(const struct hstep_tensor *t, int64_t row)
     return row % t->pattern_rows == 0 || hstep_matrix_in_whole(t, row) != hstep_matrix_in_whole(t, row - 1);
 }
 
+/* Returns the place of the first tensor in the list of a hash. */
+static int *list_of(const halfstep_optimizer *o, int kind, uint64_t key)
+{
+    return &o->links[key & (uint64_t)(o->capacity_links - 1)].first[kind];
+}
+
+static int *list_of_id(const halfstep_optimizer *o, uint64_t id) { return list_of(o, HSTEP_BY_ID, hstep_spread(id)); }
+
+static int *list_of_name(const halfstep_optimizer *o, const char *name)
+{
+    return list_of(o, HSTEP_BY_NAME, hstep_hash_name(name));
+}
+
+static void push(const halfstep_optimizer *o, int kind, int *first, int tensor)
+{
+    o->links[tensor].next[kind] = *first;
+    *first = tensor;
+}
+
+/* Puts a tensor into its two lists. */
+static void enlist(const halfstep_optimizer *o, int tensor)
+{
+    push(o, HSTEP_BY_ID, list_of_id(o, o->tensors[tensor].id), tensor);
+    push(o, HSTEP_BY_NAME, list_of_name(o, o->labels[tensor].name), tensor);
+}
+
+/* Makes room for the links of another tensor. Where there is more room than before, all tensors change their lists. */
+static int grow_links(halfstep_optimizer *o)
+{
+    const int before = o->capacity_links;
+    if (hstep_grow((void **)&o->links, o->n_tensors, &o->capacity_links, sizeof *o->links))
+        return HALFSTEP_ERROR_MEMORY;
+    if (o->capacity_links == before) return HALFSTEP_OK;
+    for (int i = 0; i < o->capacity_links; i++) o->links[i] = (struct hstep_links){{-1, -1}, {-1, -1}};
+    for (int i = 0; i < o->n_tensors; i++) enlist(o, i);
+    return HALFSTEP_OK;
+}
+
+int hstep_find_id(const halfstep_optimizer *o, uint64_t id)
+{
+    int i = o->links ? *list_of_id(o, id) : -1;
+    while (i >= 0 && o->tensors[i].id != id) i = o->links[i].next[HSTEP_BY_ID];
+    return i;
+}
+
+void hstep_change_id(halfstep_optimizer *o, int tensor, uint64_t id)
+{
+    int *place = list_of_id(o, o->tensors[tensor].id);
+    while (*place != tensor) place = &o->links[*place].next[HSTEP_BY_ID];
+    *place = o->links[tensor].next[HSTEP_BY_ID];
+    o->tensors[tensor].id = id;
+    push(o, HSTEP_BY_ID, list_of_id(o, id), tensor);
+}
+
 /* Fails if errors and files could not name the tensor by its name. */
 static int check_name(const halfstep_optimizer *o, const char *name)
 {
@@ -214,12 +268,12 @@ static int add_tensor(halfstep_optimizer *o, const halfstep_tensor *d, int32_t *
     if ((error = check_shape(o, d, &t))) return error;
     if ((error = choose_formats(o, d, &t))) return error;
     t.id = d->id ? d->id : hstep_hash_name(d->name);
-    for (int i = 0; i < o->n_tensors; i++)
-        if (o->tensors[i].id == t.id)
-            return hstep_fail(o, HALFSTEP_ERROR_DUPLICATE,
-                              "tensors '%s' and '%s' have the same id %016llx and would share "
-                              "their random bits; give one of them another id",
-                              o->labels[i].name, d->name, (unsigned long long)t.id);
+    const int same = hstep_find_id(o, t.id);
+    if (same >= 0)
+        return hstep_fail(o, HALFSTEP_ERROR_DUPLICATE,
+                          "tensors '%s' and '%s' have the same id %016llx and would share their random bits; give one "
+                          "of them another id",
+                          o->labels[same].name, d->name, (unsigned long long)t.id);
 
     if ((hstep_is_matrix(t.rule, t.ndim, t.pattern_rows, t.row_length) ||
          hstep_pairs(t.rule, t.ndim, t.pattern_rows, t.row_length)) &&
@@ -236,12 +290,13 @@ static int add_tensor(halfstep_optimizer *o, const halfstep_tensor *d, int32_t *
     size_t length = strlen(d->name) + 1;
     struct hstep_label label = {0};
     if (hstep_grow((void **)&o->tensors, o->n_tensors, &o->capacity_tensors, sizeof t) ||
-        hstep_grow((void **)&o->labels, o->n_tensors, &o->capacity_labels, sizeof label) ||
+        hstep_grow((void **)&o->labels, o->n_tensors, &o->capacity_labels, sizeof label) || grow_links(o) ||
         !(label.name = malloc(length)))
         return hstep_fail_memory(o, sizeof t + sizeof label + length, "tensor '%s'", d->name);
     memcpy(label.name, d->name, length);
     o->labels[o->n_tensors] = label;
     o->tensors[o->n_tensors] = t;
+    enlist(o, o->n_tensors);
     *index = o->n_tensors++;
     return HALFSTEP_OK;
 }
@@ -293,9 +348,9 @@ int halfstep_get_tensor(const halfstep_optimizer *o, int32_t index, halfstep_ten
 
 int32_t halfstep_tensor_find(const halfstep_optimizer *o, const char *name)
 {
-    for (int i = 0; o && name && i < o->n_tensors; i++)
-        if (!strcmp(o->labels[i].name, name)) return i;
-    return -1;
+    int i = o && name && o->links ? *list_of_name(o, name) : -1;
+    while (i >= 0 && strcmp(o->labels[i].name, name) != 0) i = o->links[i].next[HSTEP_BY_NAME];
+    return i;
 }
 
 void hstep_share_scalars(halfstep_optimizer *o)

@@ -672,7 +672,7 @@ static int write_part(halfstep_checkpoint_save *save, const char *name, const ha
                       hstep_error *error)
 {
     char *path = part_path(save, name), *shown = hstep_join_path(save->dir, name);
-    int code = path && shown ? hstep_create_file(&sink->file, path, shown, error) : hstep_fail_memory(error);
+    int code = path && shown ? hstep_create_file(&sink->file, path, shown, 0666, error) : hstep_fail_memory(error);
     if (!code) {
         code = writer ? hstep_stream_safetensors(writer, shown, write_checked, sink, fill, context, error)
                       : write_checked(sink, data, bytes, error);

@@ -30,11 +30,25 @@ static const char *error_text(int number, char *text, size_t size)
 #endif
 }
 
+/* Writes where a link leads to. Returns 1, or 0 if the path is no link. */
+static int read_link(const char *path, char *target, size_t size)
+{
+    ssize_t length = readlink(path, target, size - 1);
+    if (length < 0) return 0;
+    target[length] = 0;
+    return 1;
+}
+
 int hstep_fail_system(hstep_error *error, const char *what, const char *path)
 {
-    char text[256];
+    char text[256], target[512];
+    struct stat status;
     int number = errno;
     error->not_found = number == ENOENT || number == ENOTDIR;
+    /* The system's own words for a link to nothing are "No such file" or "File exists". */
+    if ((number == ENOENT || number == EEXIST) && stat(path, &status) && read_link(path, target, sizeof target))
+        return hstep_fail(error, HALFSTEP_ERROR_IO, "cannot %s %s: it is a link to %s, which does not exist", what,
+                          path, target);
     return hstep_fail(error, number == ENOMEM ? HALFSTEP_ERROR_MEMORY : HALFSTEP_ERROR_IO, "cannot %s %s: %s", what,
                       path, error_text(number, text, sizeof text));
 }
@@ -96,10 +110,10 @@ int hstep_open_file(hstep_file **file, const char *path, uint64_t *bytes, hstep_
     return code;
 }
 
-int hstep_create_file(hstep_file **file, const char *path, const char *shown, hstep_error *error)
+int hstep_create_file(hstep_file **file, const char *path, const char *shown, unsigned mode, hstep_error *error)
 {
     *file = NULL;
-    int fd = open_retrying(path, O_WRONLY | O_CREAT | O_EXCL, 0666);
+    int fd = open_retrying(path, O_WRONLY | O_CREAT | O_EXCL, (mode_t)mode);
     if (fd < 0) return hstep_fail_system(error, "create", shown);
     int code = wrap_descriptor(file, fd, shown, error);
     if (code) unlink(path);
@@ -191,10 +205,25 @@ int hstep_read_whole(const char *path, uint64_t limit, char **data, size_t *byte
 
 /* ---- Replacing a file -------------------------------------------------------------------------------------------- */
 
+/* Follows links, also to a file that is not there yet. The caller frees the path. Returns NULL when memory is short. */
+static char *follow_links(const char *path)
+{
+    enum { MOST = 40 };
+    char target[4096], *at = hstep_copy(path);
+    for (int links = 0; at && links < MOST && read_link(at, target, sizeof target); links++) {
+        char *folder = hstep_parent_path(at), *next = NULL;
+        if (folder) next = target[0] == '/' ? hstep_copy(target) : hstep_join_path(folder, target);
+        free(folder);
+        free(at);
+        at = next;
+    }
+    return at;
+}
+
 int hstep_begin_replacement(hstep_replacement *replacement, const char *path, const char *prefix, hstep_error *error)
 {
     struct stat status;
-    int exists = !stat(path, &status), is_regular = exists && S_ISREG(status.st_mode), code;
+    int exists = !stat(path, &status), code;
 
     memset(replacement, 0, sizeof *replacement);
     if (!exists && errno != ENOENT) return hstep_fail_system(error, "inspect", path);
@@ -203,20 +232,22 @@ int hstep_begin_replacement(hstep_replacement *replacement, const char *path, co
         return hstep_fail_system(error, "write", path);
     }
     /* Renaming onto a symbolic link would replace the link, not the file it leads to. */
-    char *target = is_regular ? realpath(path, NULL) : hstep_copy(path), *temporary = NULL;
-    if (!target)
-        return errno == ENOMEM || !is_regular ? hstep_fail_memory(error) : hstep_fail_system(error, "resolve", path);
+    char *target = follow_links(path), *temporary = NULL;
+    if (!target) return hstep_fail_memory(error);
     hstep_file *file = NULL;
-    if (exists && !is_regular) {
+    if (exists && !S_ISREG(status.st_mode)) {
         int fd = open_retrying(path, O_WRONLY | O_NOCTTY, 0);
         code = fd < 0 ? hstep_fail_system(error, "open", path) : wrap_descriptor(&file, fd, path, error);
     } else {
         char *parent = hstep_parent_path(target);
         temporary = parent ? hstep_temporary_path(parent, prefix) : NULL;
         free(parent);
-        code = temporary ? hstep_create_file(&file, temporary, path, error) : hstep_fail_memory(error);
-        if (!code && exists && fchmod(file->fd, status.st_mode & 07777))
-            code = hstep_fail_system(error, "set the mode of", path);
+        /* The file begins with no right that the old one does not have, but for its owner. Then it gets the mode of the
+         * old one. A file system that refuses that has one mode for all files. */
+        code = temporary
+                   ? hstep_create_file(&file, temporary, path, exists ? (status.st_mode & 0777) | S_IWUSR : 0666, error)
+                   : hstep_fail_memory(error);
+        if (!code && exists) (void)fchmod(file->fd, status.st_mode & 07777);
     }
     if (!code) {
         *replacement = (hstep_replacement){file, target, temporary};
@@ -296,11 +327,11 @@ char *hstep_temporary_path(const char *directory, const char *prefix)
 
 int hstep_make_directory(const char *path, int *created, hstep_error *error)
 {
-    *created = !mkdir(path, 0777);
-    if (*created) return HALFSTEP_OK;
     struct stat status;
+    *created = !mkdir(path, 0777);
     int number = errno;
-    if (number == EEXIST && !stat(path, &status) && S_ISDIR(status.st_mode)) return HALFSTEP_OK;
+    /* A read-only or automatic mount may refuse to make a directory that is there by other errors than EEXIST. */
+    if (*created || (!stat(path, &status) && S_ISDIR(status.st_mode))) return HALFSTEP_OK;
     errno = number;
     return hstep_fail_system(error, "create directory", path);
 }
@@ -308,6 +339,8 @@ int hstep_make_directory(const char *path, int *created, hstep_error *error)
 int hstep_sync_directory(const char *path, hstep_error *error)
 {
     int fd = open_retrying(path, O_RDONLY | O_DIRECTORY, 0);
+    /* A directory that this process may write but not read cannot be opened for a sync. */
+    if (fd < 0 && errno == EACCES) return HALFSTEP_OK;
     if (fd < 0) return hstep_fail_system(error, "open directory", path);
     int code = HALFSTEP_OK;
     /* Some network file systems cannot sync a directory and report one of these errors. They order renames

@@ -6,7 +6,7 @@
 
 #include "io/text.h"
 
-/* Fails with the text of errno: "cannot WHAT PATH: ...". */
+/* Fails with the text of errno: "cannot WHAT PATH: ...". Says so if the path is a link to nothing. */
 int hstep_fail_system(hstep_error *error, const char *what, const char *path);
 
 /* ---- Files ------------------------------------------------------------------------------------------------------- */
@@ -15,9 +15,9 @@ typedef struct hstep_file hstep_file;
 
 /* Opens a regular file for reading. Refuses anything else, such as a directory or a pipe, without waiting for it. */
 int hstep_open_file(hstep_file **file, const char *path, uint64_t *bytes, hstep_error *error);
-/* Creates a file that must not exist yet. Error texts call it `shown`, because users know nothing of temporary
- * names. */
-int hstep_create_file(hstep_file **file, const char *path, const char *shown, hstep_error *error);
+/* Creates a file that must not exist yet, with a mode that the umask restricts. Error texts call it `shown`, because
+ * users know nothing of temporary names. */
+int hstep_create_file(hstep_file **file, const char *path, const char *shown, unsigned mode, hstep_error *error);
 int hstep_file_bytes(const hstep_file *file, uint64_t *bytes, hstep_error *error);
 const char *hstep_file_path(const hstep_file *file);
 /* Read or write all of the bytes, or fail. */

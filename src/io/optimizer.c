@@ -58,6 +58,7 @@ typedef struct record {
     setting *settings;
     size_t setting_count, setting_capacity;
     halfstep_record numbers[SIDES];
+    uint64_t *ids;   /* all ids of tensors, here and in the file, sorted; NULL before they are read */
     int takes_parts; /* 1: tensors of which only a part is here are allowed */
 } record;
 
@@ -67,6 +68,7 @@ static void free_record(record *r)
     free(r->tensors);
     free(r->by_name);
     free(r->settings);
+    free(r->ids);
 }
 
 /* ---- What the optimizer has -------------------------------------------------------------------------------------- */
@@ -340,7 +342,7 @@ static int declare_recipe(const declaring *d, const record *r)
     int same = r->group_count > 0, code = HALFSTEP_OK;
     for (int32_t g = 0; g < r->group_count; g++) {
         int seen = 0;
-        for (int32_t i = 0; i < g; i++) seen |= r->groups[i].row == r->groups[g].row;
+        for (int32_t i = 0; i < g && !seen; i++) seen = r->groups[i].row == r->groups[g].row;
         same &= !strcmp(r->groups[g].recipe, r->groups[0].recipe);
         if (!seen) hstep_append_format(&rules, "%s%s", g ? ", " : "", r->groups[g].rule.name);
     }
@@ -813,8 +815,26 @@ typedef struct numbered_id {
 
 static int compare_ids(const void *a, const void *b)
 {
-    const numbered_id *first = a, *second = b;
-    return first->id < second->id ? -1 : first->id > second->id;
+    const uint64_t first = *(const uint64_t *)a, second = *(const uint64_t *)b;
+    return first < second ? -1 : first > second;
+}
+
+static int compare_numbered(const void *a, const void *b)
+{
+    return compare_ids(&((const numbered_id *)a)->id, &((const numbered_id *)b)->id);
+}
+
+/* Lists all ids of tensors, here and in the file. */
+static int list_ids(const loading *l)
+{
+    record *r = l->record;
+    size_t n = 0;
+    r->ids = malloc((2 * (size_t)r->tensor_count + 1) * sizeof *r->ids);
+    if (!r->ids) return hstep_fail_memory(l->error);
+    for (int32_t i = 0; i < r->tensor_count; i++)
+        for (int side = 0; side < SIDES; side++) r->ids[n++] = r->tensors[i].numbers[side].id;
+    qsort(r->ids, n, sizeof *r->ids, compare_ids);
+    return HALFSTEP_OK;
 }
 
 /* Fails if the file gives two tensors one id, because they would share their random bits. */
@@ -824,7 +844,7 @@ static int check_ids(const loading *l)
     numbered_id *ids = malloc(((size_t)r->tensor_count + 1) * sizeof *ids);
     int code = ids ? HALFSTEP_OK : hstep_fail_memory(l->error);
     for (int32_t i = 0; i < r->tensor_count && ids; i++) ids[i] = (numbered_id){r->tensors[i].numbers[IN_FILE].id, i};
-    if (ids && r->tensor_count) qsort(ids, (size_t)r->tensor_count, sizeof *ids, compare_ids);
+    if (ids && r->tensor_count) qsort(ids, (size_t)r->tensor_count, sizeof *ids, compare_numbered);
     for (int32_t i = 1; i < r->tensor_count && !code; i++)
         if (ids[i - 1].id == ids[i].id)
             code = hstep_fail(l->error, HALFSTEP_ERROR_DUPLICATE, "%s: tensors \"%s\" and \"%s\" have the same id %llu",
@@ -867,7 +887,8 @@ static int read_numbers(const loading *l)
     for (size_t i = 0; i < r->setting_count && !code; i++) code = read_setting(l, &r->settings[i]);
     if (!code) code = read_steps(l);
     for (int32_t i = 0; i < r->tensor_count && !code; i++) code = read_scalars(l, &r->tensors[i]);
-    return code ? code : check_ids(l);
+    if (!code) code = check_ids(l);
+    return code ? code : list_ids(l);
 }
 
 /* ---- Reading: streams -------------------------------------------------------------------------------------------- */
@@ -1007,28 +1028,19 @@ static int check_streams(loading *l)
 
 /* ---- Taking what was read ---------------------------------------------------------------------------------------- */
 
-/* Returns the first id from `from` on that no tensor has here or in the file. */
-static uint64_t unused_id(const record *r, uint64_t from)
-{
-    for (int32_t i = 0; i < r->tensor_count; i++)
-        if (r->tensors[i].numbers[HERE].id == from || r->tensors[i].numbers[IN_FILE].id == from) {
-            from++;
-            i = -1;
-        }
-    return from;
-}
-
 /* Sets the records of tensors. Ids must differ at every moment, but tensors may have exchanged theirs. Those that
- * change are therefore set to unused ids first. */
+ * change are therefore set to unused ids first: to numbers from 1 on that are not in the sorted list. */
 static int set_tensor_records(const record *r, int side)
 {
+    const uint64_t *known = r->ids, *end = r->ids + 2 * (size_t)r->tensor_count;
     uint64_t parked = 0;
     int code = HALFSTEP_OK;
     for (int32_t i = 0; i < r->tensor_count && !code; i++) {
         const tensor_record *t = &r->tensors[i];
         halfstep_record c = t->numbers[side];
         if (t->numbers[HERE].id == t->numbers[IN_FILE].id) continue;
-        c.id = parked = unused_id(r, parked + 1);
+        for (parked++; known < end && *known <= parked; known++) parked += *known == parked;
+        c.id = parked;
         code = halfstep_set_record(r->optimizer, &c);
     }
     for (int32_t i = 0; i < r->tensor_count && !code; i++)

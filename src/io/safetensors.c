@@ -583,10 +583,18 @@ typedef struct tensor_plan {
     const void *data;
 } tensor_plan;
 
+/* A pair of metadata. Pairs are in lists by the checksums of their keys. There are as many lists as there is room for
+ * pairs. The numbers of pairs in lists begin at 1; 0 ends a list. */
+typedef struct metadata_pair {
+    char *key, *value;
+    size_t first, next; /* first: pair of the list that has this pair's place as its number */
+} metadata_pair;
+
 struct halfstep_safetensors_writer {
     tensor_plan *tensors;
     size_t tensor_count, tensor_capacity, size_count;
-    hstep_pairs metadata;
+    metadata_pair *metadata;
+    size_t metadata_count, metadata_capacity;
 };
 
 int halfstep_create_safetensors_writer(halfstep_safetensors_writer **writer)
@@ -603,7 +611,11 @@ void halfstep_destroy_safetensors_writer(halfstep_safetensors_writer *writer)
         free(writer->tensors[i].name);
         free(writer->tensors[i].shape);
     }
-    hstep_free_pairs(&writer->metadata);
+    for (size_t i = 0; i < writer->metadata_count; i++) {
+        free(writer->metadata[i].key);
+        free(writer->metadata[i].value);
+    }
+    free(writer->metadata);
     free(writer->tensors);
     free(writer);
 }
@@ -652,6 +664,46 @@ int halfstep_declare_safetensor(halfstep_safetensors_writer *writer, const char 
     return HALFSTEP_OK;
 }
 
+/* Returns the link of the first pair in the list of a key. The room for pairs is a power of two. */
+static size_t *list_of(const halfstep_safetensors_writer *writer, const char *key)
+{
+    return &writer->metadata[hstep_crc64(0, key, strlen(key)) & (writer->metadata_capacity - 1)].first;
+}
+
+static metadata_pair *find_metadata(const halfstep_safetensors_writer *writer, const char *key)
+{
+    size_t number = writer->metadata_count ? *list_of(writer, key) : 0;
+    while (number && strcmp(writer->metadata[number - 1].key, key)) number = writer->metadata[number - 1].next;
+    return number ? &writer->metadata[number - 1] : NULL;
+}
+
+/* Puts a pair into its list. */
+static void enlist(const halfstep_safetensors_writer *writer, size_t place)
+{
+    size_t *first = list_of(writer, writer->metadata[place].key);
+    writer->metadata[place].next = *first;
+    *first = place + 1;
+}
+
+/* Adds a pair without a value, which keeps the key. Returns NULL when memory is short. Where there is more room than
+ * before, all pairs change their lists. */
+static metadata_pair *add_metadata(halfstep_safetensors_writer *writer, char *key)
+{
+    const size_t before = writer->metadata_capacity;
+    if (!hstep_grow((void **)&writer->metadata, writer->metadata_count, &writer->metadata_capacity,
+                    sizeof *writer->metadata))
+        return NULL;
+    if (writer->metadata_capacity != before) {
+        for (size_t i = 0; i < writer->metadata_capacity; i++) writer->metadata[i].first = 0;
+        for (size_t i = 0; i < writer->metadata_count; i++) enlist(writer, i);
+    }
+    metadata_pair *added = &writer->metadata[writer->metadata_count];
+    added->key = key;
+    added->value = NULL;
+    enlist(writer, writer->metadata_count++);
+    return added;
+}
+
 int halfstep_declare_safetensors_metadata(halfstep_safetensors_writer *writer, const char *key, const char *value,
                                           char *text, size_t text_size)
 {
@@ -660,12 +712,20 @@ int halfstep_declare_safetensors_metadata(halfstep_safetensors_writer *writer, c
         return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_declare_safetensors_metadata: NULL argument");
     if (!hstep_is_utf8(key) || !hstep_is_utf8(value))
         return hstep_fail(&error, HALFSTEP_ERROR_NAME, "metadata \"%s\" is not UTF-8", key);
-    int found;
-    hstep_find_pair(&writer->metadata, key, &found);
-    if (!found && writer->metadata.count == HSTEP_MAX_METADATA)
+    metadata_pair *pair = find_metadata(writer, key);
+    if (!pair && writer->metadata_count == HSTEP_MAX_METADATA)
         return hstep_fail(&error, HALFSTEP_ERROR_RANGE, "more than %zu pairs of metadata in one file",
                           HSTEP_MAX_METADATA);
-    return hstep_set_pair(&writer->metadata, key, value) ? HALFSTEP_OK : hstep_fail_memory(&error);
+    char *copy = hstep_copy(value), *name = pair || !copy ? NULL : hstep_copy(key);
+    if (name) pair = add_metadata(writer, name);
+    if (!copy || !pair) {
+        free(name);
+        free(copy);
+        return hstep_fail_memory(&error);
+    }
+    free(pair->value);
+    pair->value = copy;
+    return HALFSTEP_OK;
 }
 
 static uint32_t alignment(const dtype_row *dtype) { return dtype->bits < 8 ? 1 : dtype->bits / 8; }
@@ -683,16 +743,28 @@ static int compare_plan_names(const void *a, const void *b)
     return strcmp((*(const tensor_plan *const *)a)->name, (*(const tensor_plan *const *)b)->name);
 }
 
-static void append_metadata(hstep_buffer *header, const hstep_pairs *pairs)
+static int compare_pairs(const void *a, const void *b)
 {
+    return strcmp((*(const metadata_pair *const *)a)->key, (*(const metadata_pair *const *)b)->key);
+}
+
+/* Appends the metadata, sorted by key. */
+static void append_metadata(hstep_buffer *header, const halfstep_safetensors_writer *writer)
+{
+    const size_t count = writer->metadata_count;
+    const metadata_pair **sorted = malloc((count + 1) * sizeof *sorted);
+    header->failed |= !sorted;
+    for (size_t i = 0; i < count && sorted; i++) sorted[i] = &writer->metadata[i];
+    if (sorted) qsort(sorted, count, sizeof *sorted, compare_pairs);
     hstep_append_text(header, "\"" HSTEP_METADATA "\":{");
-    for (size_t i = 0; i < pairs->count; i++) {
+    for (size_t i = 0; i < count && sorted; i++) {
         if (i) hstep_append_text(header, ",");
-        hstep_append_json(header, pairs->list[i].key);
+        hstep_append_json(header, sorted[i]->key);
         hstep_append_text(header, ":");
-        hstep_append_json(header, pairs->list[i].value);
+        hstep_append_json(header, sorted[i]->value);
     }
     hstep_append_text(header, "}");
+    free(sorted);
 }
 
 /* Sorts the tensors into *order and writes length and header into *header. The caller frees *order, after a failure
@@ -714,10 +786,10 @@ static int plan_file(const halfstep_safetensors_writer *writer, const char *name
     qsort(sorted, count, sizeof *sorted, compare_plans);
 
     hstep_append(header, "\0\0\0\0\0\0\0\0{", 9);
-    if (writer->metadata.count) append_metadata(header, &writer->metadata);
+    if (writer->metadata_count) append_metadata(header, writer);
     for (size_t i = 0; i < count; i++) {
         const tensor_plan *plan = sorted[i];
-        if (i || writer->metadata.count) hstep_append_text(header, ",");
+        if (i || writer->metadata_count) hstep_append_text(header, ",");
         hstep_append_json(header, plan->name);
         hstep_append_format(header, ":{\"dtype\":\"%s\",\"shape\":[", plan->dtype->name);
         for (uint64_t d = 0; d < plan->ndim; d++)

@@ -1,10 +1,12 @@
-/* A library to preload into the program, for the shell tests. It makes one call of an allocator fail, or one line
- * unreadable.
+/* A library to preload into the program, for the shell tests. It makes one call of an allocator fail, one line
+ * unreadable, or all calls that only polish.
  *
  *   FAULT_IN=jansson FAULT_AT=7   fails the 7th allocation of the library with this word in its name. An empty word
  *                                 means the program itself; 0 fails none. The number of calls goes to the file
  *                                 FAULT_COUNT.
  *   FAULT_LINE=3                  fails the 3rd fgets as a bad disk would.
+ *   FAULT_POLISH=1                refuses modes, links, syncs of folders, and says of folders that they cannot be made
+ *                                 but not that they are there, as some network file systems do.
  *   HSTEP_FAULT_UNTIL_EXIT=1      ignores allocations after exit(), because gcov's counters are written then.
  *
  * Built by tests/nothing_lost_test.sh: cc -shared -fPIC -o faults.so faults.c */
@@ -15,10 +17,12 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 static uintptr_t low, high;
 static long at, calls, line, lines;
-static int until_exit;
+static int until_exit, no_polish;
 
 static int find(struct dl_phdr_info *info, size_t size, void *word)
 {
@@ -38,6 +42,7 @@ __attribute__((constructor)) static void begin(void)
     if (which) line = atol(which);
     if (number) at = atol(number);
     if (word) dl_iterate_phdr(find, word);
+    no_polish = getenv("FAULT_POLISH") != NULL;
     until_exit = getenv("HSTEP_FAULT_UNTIL_EXIT") != NULL;
 }
 
@@ -87,4 +92,41 @@ char *fgets(char *text, int n, FILE *file)
         return NULL;
     }
     return ((char *(*)(char *, int, FILE *))dlsym(RTLD_NEXT, "fgets"))(text, n, file);
+}
+
+/* ---- Calls that only polish ---- */
+
+#define CALL(name, ...) ((int (*)(__VA_ARGS__))dlsym(RTLD_NEXT, #name))
+
+static int refuse(int number)
+{
+    errno = number;
+    return -1;
+}
+
+int chmod(const char *path, mode_t mode)
+{
+    return no_polish ? refuse(EPERM) : CALL(chmod, const char *, mode_t)(path, mode);
+}
+int fchmod(int fd, mode_t mode) { return no_polish ? refuse(EPERM) : CALL(fchmod, int, mode_t)(fd, mode); }
+int link(const char *from, const char *to)
+{
+    return no_polish ? refuse(EPERM) : CALL(link, const char *, const char *)(from, to);
+}
+int symlink(const char *from, const char *to)
+{
+    return no_polish ? refuse(EPERM) : CALL(symlink, const char *, const char *)(from, to);
+}
+
+int mkdir(const char *path, mode_t mode)
+{
+    const int made = CALL(mkdir, const char *, mode_t)(path, mode);
+    return made && errno == EEXIST && no_polish ? refuse(EACCES) : made;
+}
+
+int fsync(int fd)
+{
+    struct stat status;
+    if (no_polish && !fstat(fd, &status) && S_ISDIR(status.st_mode)) return refuse(EINVAL);
+    return CALL(fsync, int)(fd);
 }

@@ -2,7 +2,11 @@
 bit is lost."""
 
 import copy
+import io
+import pickle
 import re
+import sys
+import weakref
 
 import pytest
 import torch
@@ -54,6 +58,24 @@ def test_deepcopy_and_pickle_go_on_with_the_same_bits(rule, recipe):
     run(opt, params, 3, 5)
     for ps, o in copies:
         same(opt, o, params, ps)
+
+
+@recipes
+def test_tensors_outlive_their_pickle(recipe):
+    """A process that is being spawned opens their memory after the pickle was written."""
+    params, opt = make("adamw", recipe)
+    run(opt, params, 0, 2)
+    seen = []
+
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, value):
+            if not isinstance(value, torch.Tensor):
+                return NotImplemented
+            seen.append(weakref.ref(value))
+            return torch.Tensor, ()
+
+    Pickler(io.BytesIO()).dump(opt)
+    assert len(seen) > 4 * len(params) and all(tensor() is not None for tensor in seen)
 
 
 @rules
@@ -462,3 +484,103 @@ def test_counts_beyond_those_of_float32(in_place):
     other.load_state_dict(file)
     same_steps(opt, other, params, fresh, 4, 6)
     assert opt.state_dict()["state"][0]["state_steps"] == 2**24 + 5
+
+
+# ---- Many tensors --------------------------------------------------------------------------------
+
+
+def instructions(act):
+    """Returns how many instructions of Python a call carries out."""
+    count, before = 0, sys.gettrace()
+
+    def in_function(frame, event, _):
+        nonlocal count
+        count += event == "opcode"
+        return in_function
+
+    def begins(frame, event, _):
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return in_function
+
+    sys.settrace(begins)
+    try:
+        act()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def loads_names(params, opt, path):
+    return lambda: opt.load_state_dict(opt.state_dict())
+
+
+def loads_into_a_file(params, opt, path):
+    fresh, other = another(params, recipe="ecc8-int8", store=str(path))
+    return lambda: other.load_state_dict(opt.state_dict())
+
+
+def decodes_states(params, opt, path):
+    return opt.torch_state_dict
+
+
+def takes_copies(params, opt, path):
+    """Each parameter is made anew, with a copy of its state."""
+    group = opt.param_groups[0]
+    group["params"] = [Parameter(p.detach().clone()) for p in params.values()]
+    for p, new in zip(params.values(), group["params"]):
+        opt.state[new] = {key: value.clone() for key, value in opt.state.pop(p).items()}
+    return opt.state_dict
+
+
+def begins_release(params, opt, path):
+    return releases(*another(params, recipe="ecc8-int8", gradient_release=True))
+
+
+def releases_moved_weights(params, opt, path):
+    opt.prepare_gradient_release()
+    releases(params, opt)()
+    for p in params.values():
+        p.data = p.data.clone()
+    return releases(params, opt)
+
+
+def releases_groups(params, opt, path):
+    """A group for each parameter."""
+    params = twins(params)
+    groups = [{"params": [one]} for one in params.items()]
+    act = releases(params, halfstep.AdamW(groups, gradient_release=True))
+    act()
+    return act
+
+
+def releases(params, opt):
+    def act():
+        torch.autograd.backward([p.sum() for p in params.values()])
+        opt.step()
+
+    return act
+
+
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        loads_names,
+        loads_into_a_file,
+        decodes_states,
+        takes_copies,
+        begins_release,
+        releases_moved_weights,
+        releases_groups,
+    ],
+)
+def test_work_grows_with_the_number_of_tensors(prepare, tmp_path):
+    """Four times as many tensors take about four times as many instructions, not sixteen times."""
+    taken = []
+    for n in (1, 25, 100):
+        shapes = {f"layers.{i}": (40,) for i in range(n)}
+        params, opt = make("adamw", "ecc8-int8", shapes=shapes, lr=1e-2)
+        run(opt, params, 0, 2)
+        opt.zero_grad()
+        act = prepare(params, opt, tmp_path / str(n))
+        taken.append(act() if n == 1 else instructions(act))  # the first one imports modules
+    assert taken[2] < 4.15 * taken[1]

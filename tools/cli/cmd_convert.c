@@ -407,7 +407,7 @@ static int convert(struct args *args, void *options)
     const char *from = args->word[0], *to = args->word[1];
     struct work w = {.options = options};
     struct stat there;
-    if (lstat(to, &there) == 0) return failure("convert", "%s exists already; remove it, or choose another name", to);
+    if (stat(to, &there) == 0) return failure("convert", "%s exists already; remove it, or choose another name", to);
     for (int32_t i = 0; convert_whole_target(i); i++)
         if (strcmp(w.options->to, convert_whole_target(i)) == 0)
             return args_given(args, "tensors")

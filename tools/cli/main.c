@@ -2,6 +2,7 @@
 #define HALFSTEP_ADVANCED
 #include <errno.h>
 #include <fcntl.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -266,6 +267,8 @@ static int refuse_environment(void)
 
 int main(int argc, char **argv)
 {
+    /* A write beyond a limit of file sizes fails then, as on a full disk, and does not kill the program. */
+    signal(SIGXFSZ, SIG_IGN);
     if (occupy_standard_streams() != 0) return 1;
     if (halfstep_abi() != HALFSTEP_ABI) {
         fprintf(stderr, "halfstep: the library has ABI %d, this program needs %d; install both from the same build\n",

@@ -4,7 +4,8 @@
 
 #include "common/text.h"
 
-static const int requests[] = {SIGINT, SIGTERM, SIGHUP, SIGPIPE};
+/* People and batch systems send them. SIGXCPU comes from the kernel, at a limit of processor time. */
+static const int requests[] = {SIGINT, SIGTERM, SIGHUP, SIGPIPE, SIGUSR1, SIGUSR2, SIGXCPU};
 enum { REQUESTS = COUNT_OF(requests) };
 
 static volatile sig_atomic_t pending;
@@ -22,7 +23,8 @@ static void set_all(void (*handler)(int))
 {
     struct sigaction action;
     memset(&action, 0, sizeof action);
-    sigemptyset(&action.sa_mask);
+    /* Without the mask, the handler of a second signal could run before that of the first. */
+    interrupt_signals(&action.sa_mask);
     action.sa_handler = handler;
     action.sa_flags = SA_RESTART | SA_ONSTACK;
     for (int i = 0; i < REQUESTS; i++)

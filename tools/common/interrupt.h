@@ -1,8 +1,8 @@
 /* Turns signals into requests: the first signal is recorded, and the work looks for it between two steps.
  *
- * A second SIGINT or SIGTERM ends the process at once. SIGHUP and SIGPIPE never do, because they repeat. A terminal
- * that closes sends SIGHUP more than once, and every write to a closed pipe raises SIGPIPE. Both stay ignored if they
- * were ignored at the start (nohup). */
+ * A second SIGINT or SIGTERM ends the process at once. The other signals never do, because they repeat. A terminal that
+ * closes sends SIGHUP more than once, every write to a closed pipe raises SIGPIPE, and the kernel sends SIGXCPU each
+ * second. The others stay ignored if they were ignored at the start (nohup). */
 #ifndef HALFSTEP_INTERRUPT_H
 #define HALFSTEP_INTERRUPT_H
 

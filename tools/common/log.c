@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include "common/interrupt.h"
+#include "common/paths.h"
 
 static const char header[] = "step,train_loss,val_loss,lr,gradient_norm,tokens_per_s,seconds,skipped_steps";
 
@@ -69,7 +70,8 @@ static FILE *open_file(const char *path, int *regular, char *error, size_t error
     int fd = open(path, (*regular ? O_RDWR : O_WRONLY) | O_CREAT | O_CLOEXEC | O_NOCTTY, 0666);
     interrupt_resume();
     FILE *file = fd < 0 ? NULL : fdopen(fd, *regular ? "r+" : "w");
-    if (!file) give_up(NULL, error, error_bytes, path, strerror(errno));
+    char why[1024];
+    if (!file) give_up(NULL, error, error_bytes, path, paths_reason(path, why, sizeof why));
     if (!file && fd >= 0) close(fd);
     if (file && *regular && flock(fd, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) {
         give_up(NULL, error, error_bytes, path, "another run is writing to it");

@@ -302,13 +302,15 @@ static int reserve(const hstep_engine *e, uint64_t bytes, hstep_error *error)
     do problem = ftruncate(e->fd, 0) ? errno : 0;
     while (problem == EINTR);
     if (!problem && bytes > INT64_MAX) problem = EFBIG;
+    if (!problem) do {
 #ifdef __APPLE__
-    if (!problem && ftruncate(e->fd, (off_t)bytes)) problem = errno;
+            problem = ENOTSUP;
 #else
-    if (!problem) do
             problem = posix_fallocate(e->fd, 0, (off_t)bytes);
-        while (problem == EINTR);
 #endif
+            /* Without reservations, a full disk fails a later write. */
+            if (problem == ENOTSUP || problem == ENOSYS) problem = ftruncate(e->fd, (off_t)bytes) ? errno : 0;
+        } while (problem == EINTR);
     if (!problem) return HALFSTEP_OK;
     char what[64];
     snprintf(what, sizeof what, "reserve %llu bytes for", ull(bytes));
@@ -322,7 +324,9 @@ int hstep_engine_create(hstep_engine **engine, const char *path, uint64_t bytes,
     struct stat status;
     *engine = NULL;
     if (!lstat(path, &status))
-        return hstep_fail(error, HALFSTEP_ERROR_IO, "%s exists already; open it, or remove it to begin anew", path);
+        return stat(path, &status) ? hstep_fail_system(error, "create", path)
+                                   : hstep_fail(error, HALFSTEP_ERROR_IO,
+                                                "%s exists already; open it, or remove it to begin anew", path);
     int code = make_engine(&e, path, error);
     if (code) return code;
     char *name = hstep_format("%s.new", path);

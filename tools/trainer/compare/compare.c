@@ -1,4 +1,3 @@
-#include <errno.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -250,10 +249,7 @@ static int set_paths(struct compare *compare, const struct report_run *run, stru
     if (compare_name_paths(compare, run, paths) != 0) return no_memory(error, error_bytes);
     if (config->log) config->log = paths->log;
     if (!config->checkpoint) return 0;
-    if (compare_make_folder(config->checkpoint) != 0) {
-        snprintf(error, error_bytes, "%s: %s", config->checkpoint, strerror(errno));
-        return 1;
-    }
+    if (compare_make_folder(config->checkpoint, error, error_bytes) != 0) return 1;
     config->checkpoint = paths->checkpoint;
     if (config->resume) config->resume = has_saved(config->checkpoint);
     return 0;
@@ -352,8 +348,8 @@ static int prepare(struct compare *compare)
         return status;
     }
     if (compare->kind->load(compare, error, sizeof error) != 0) return failure(command, "%s", error);
-    if (compare_make_folder(compare->options.out) != 0)
-        return failure(command, "--out %s: %s", compare->options.out, strerror(errno));
+    if (compare_make_folder(compare->options.out, error, sizeof error) != 0)
+        return failure(command, "--out: %s", error);
     return compare_describe(compare) == 0 ? 0 : failure(command, "out of memory");
 }
 

@@ -87,8 +87,8 @@ int compare_name_paths(struct compare *compare, const struct report_run *run, st
  * error text. */
 int compare_check_paths(struct compare *compare, char *error, size_t error_bytes);
 
-/* Creates a folder and those above it. Returns 0, or -1 with errno. */
-int compare_make_folder(const char *path);
+/* Creates a folder and those above it. Returns 0, or -1 with an error text. */
+int compare_make_folder(const char *path, char *error, size_t error_bytes);
 /* Returns the name of a file in --out by its number, 0 .. 3. */
 const char *compare_report_file(int index);
 /* Replaces the four files in --out. Returns 0, or -1 with an error text. */

@@ -12,6 +12,7 @@
 #include "halfstep.h"
 #include "halfstep_io.h"
 
+#include "common/paths.h"
 #include "trainer/compare/compare_internal.h"
 
 /* ---- Configuration and machine
@@ -126,28 +127,36 @@ int compare_describe(struct compare *compare)
 
 /* ---- Files ------------------------------------------------------------------------------------------------------- */
 
-int compare_make_folder(const char *path)
+/* Creates a folder, unless it is there. Returns 0, or -1 with errno. A mount may refuse to make a folder that is there
+ * by other errors than EEXIST. */
+static int make_one(const char *path)
 {
-    char part[PATH_BYTES];
-    if (!path[0] || strlen(path) >= sizeof part) {
-        errno = path[0] ? ENAMETOOLONG : ENOENT;
-        return -1;
-    }
-    strcpy(part, path);
-    for (char *c = part + 1; *c; c++) {
-        if (*c != '/') continue;
-        *c = 0;
-        if (mkdir(part, 0777) != 0 && errno != EEXIST) return -1;
-        *c = '/';
-    }
-    if (mkdir(part, 0777) != 0 && errno != EEXIST) return -1;
     struct stat status;
-    if (stat(part, &status) != 0) return -1;
-    if (!S_ISDIR(status.st_mode)) {
-        errno = ENOTDIR;
-        return -1;
+    if (mkdir(path, 0777) == 0) return 0;
+    const int number = errno, exists = stat(path, &status) == 0;
+    if (exists && S_ISDIR(status.st_mode)) return 0;
+    errno = exists && number == EEXIST ? ENOTDIR : number;
+    return -1;
+}
+
+int compare_make_folder(const char *path, char *error, size_t error_bytes)
+{
+    char part[PATH_BYTES], why[1024];
+    int bad = !path[0] || strlen(path) >= sizeof part;
+    errno = path[0] ? ENAMETOOLONG : ENOENT;
+    snprintf(part, sizeof part, "%s", path);
+    for (char *end = part; *end && !bad;) {
+        end += strspn(end, "/");
+        end += strcspn(end, "/");
+        const char kept = *end;
+        *end = 0;
+        bad = make_one(part) != 0;
+        if (!bad) *end = kept;
     }
-    return access(part, W_OK | X_OK);
+    if (!bad) bad = access(part, W_OK | X_OK) != 0;
+    if (bad)
+        snprintf(error, error_bytes, "cannot write in the folder %s: %s", path, paths_reason(part, why, sizeof why));
+    return bad ? -1 : 0;
 }
 
 const char *compare_report_file(int index)

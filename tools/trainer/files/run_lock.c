@@ -9,6 +9,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "common/paths.h"
 #include "common/text.h"
 
 /* A name that no file of a checkpoint can have. */
@@ -37,7 +38,8 @@ static int sync_parent(const char *directory)
     snprintf(parent, n + 4, "%s/..", directory);
     int fd = open(parent, O_RDONLY | O_DIRECTORY | O_CLOEXEC), bad = fd < 0;
     free(parent);
-    if (bad) return -1;
+    /* A directory that this process may write but not read cannot be opened for a sync. */
+    if (bad) return errno == EACCES ? 0 : -1;
     /* Some network file systems cannot sync directories and report these errors. */
     bad = fsync(fd) != 0 && errno != EINVAL && errno != ENOTSUP;
     close(fd);
@@ -47,6 +49,7 @@ static int sync_parent(const char *directory)
 static int make_directory(struct run_lock *lock, const char *directory, char *error, size_t error_bytes)
 {
     struct stat status;
+    char why[1024];
     lock->made_directory = mkdir(directory, 0777) == 0;
     int number = errno;
     if (lock->made_directory) {
@@ -54,8 +57,10 @@ static int make_directory(struct run_lock *lock, const char *directory, char *er
         snprintf(error, error_bytes, "cannot sync the directory above %s: %s", directory, strerror(errno));
         return -1;
     }
-    if (number == EEXIST && stat(directory, &status) == 0 && S_ISDIR(status.st_mode)) return 0;
-    snprintf(error, error_bytes, "cannot create directory %s: %s", directory, strerror(number));
+    /* A read-only or automatic mount may refuse to make a directory that is there by other errors than EEXIST. */
+    if (stat(directory, &status) == 0 && S_ISDIR(status.st_mode)) return 0;
+    errno = number;
+    snprintf(error, error_bytes, "cannot create directory %s: %s", directory, paths_reason(directory, why, sizeof why));
     return -1;
 }
 
