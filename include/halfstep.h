@@ -161,7 +161,8 @@ HALFSTEP_API int32_t halfstep_group_count(const halfstep_optimizer *optimizer);
 HALFSTEP_API int halfstep_get_group_recipe(const halfstep_optimizer *optimizer, int32_t group, char *text, size_t size);
 /* Sets a hyper-parameter, a double, by name. It is checked against its bounds now and read at each step. NaN is out of
  * bounds. group = HALFSTEP_ALL_GROUPS sets those of the optimizer ("gradient_scale", "clip_norm"), which have no group.
- * For any other name it sets every group that there is by then and whose rule has it. Common to all rules:
+ * For any other name it sets every group that there is by then and whose rule has it. docs/c.md has the names and
+ * defaults of each rule's own, `halfstep info RULE` what each means. Common to all rules:
  *   lr               learning rate; 0 changes no bit of any weight
  *   weight_decay     coefficient of the group's decay mode
  *   reference_lr     "fully-decoupled" decay shrinks weights by (lr / reference_lr) * weight_decay. 0 (not set) stands
@@ -193,9 +194,15 @@ HALFSTEP_API int halfstep_get_hyper(const halfstep_optimizer *optimizer, int32_t
  *              "fully-decoupled": as "reference_lr" above; "proximal": w = (w - lr * update) / (1 + lr * weight_decay)
  *              (Xie et al. 2022); "cautious": decoupled, but not for elements that the update alone moves away from 0
  *              (Chen et al. 2025). Only for rules with halfstep_rule_info.cautious_decay
- *   schedule   a factor on lr, by the group's count of accepted steps: "constant", "linear", "cosine", "wsd",
- *              "inverse-power" (the schedule of the adamw_bfloat16 package)
- *   decay_schedule    the same as a factor on weight_decay, without warm-up
+ *   schedule   a factor on lr, by the group's count s of accepted steps, from 0. With W, T, F, S for warmup_steps,
+ *              total_steps, final_fraction, decay_start: (s + 1) / W while s < W. Then, with r = (s - W) / (T - W):
+ *                "constant"  1
+ *                "linear"    F + (1 - F) (1 - r)
+ *                "cosine"    F + (1 - F) (1 + cos(pi r)) / 2
+ *                "wsd"       1 while s < D = floor(S T); then F + (1 - F) (1 - sqrt(r)), r = (s - D) / (T - D)
+ *              F from step T on. "inverse-power", of the adamw_bfloat16 package: x = (s + 2) / max(W, 1), from 1 on
+ *              x^power
+ *   decay_schedule    the same as a factor on weight_decay, without warm-up, and F is final_decay_fraction
  *   ns_coefficients  muon's coefficients of each iteration: "given" (ns_a, ns_b, ns_c), "polar-express" (Amsel et al.
  *              2025), "deepseek-v4", "dion". Lists have a least number of iterations; ns_steps counts if it is more.
  *              This is a hyper-parameter, and a choice because its values have names
