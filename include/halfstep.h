@@ -834,7 +834,7 @@ HALFSTEP_API int halfstep_bind_record(halfstep_optimizer *optimizer, int32_t ten
  * value there when it runs. place is in the memory of the device, and earlier work on the stream may write it. On the
  * processor it is read when a step is called, so no two threads may step at once. The caller keeps the value within its
  * bounds. Only gradient_scale may be not finite: such a step is refused without a wait, as a loss scaler wants it.
- * NULL: the value that was set counts again. No group can be added afterwards. Errors: NAME for other
+ * NULL: the value that was set counts again. No group can be added while an lr is bound. Errors: NAME for other
  * hyper-parameters, ORDER if there is no group, ARGUMENT for memory that is not the device's. */
 HALFSTEP_API int halfstep_bind_hyper(halfstep_optimizer *optimizer, int32_t group, const char *name,
                                      const double *place);

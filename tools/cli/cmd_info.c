@@ -246,9 +246,9 @@ static int print_info(struct args *args, void *options)
 const struct command info_command = {
     .name = "info",
     .usage = "[RULE] [--json]",
-    .summary =
-        "Lists the features of the processor, the kernels and threads in use, the GPUs, and all rules and formats. With "
-        "a RULE, such as adamw, lists its hyper-parameters with their defaults.",
+    .summary = "Lists the features of the processor, the kernels and threads in use, the GPUs, and all rules and "
+               "formats. With "
+               "a RULE, such as adamw, lists its hyper-parameters with their defaults.",
     .notes = "The environment variables HALFSTEP_ISA and HALFSTEP_THREADS set the kernels and the number of threads.\n"
              "\n"
              "  HALFSTEP_ISA=scalar halfstep info\n",
