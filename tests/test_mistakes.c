@@ -420,16 +420,34 @@ static void test_storage(void)
 
 static void test_steps(void)
 {
+    static const struct {
+        const char *of;
+        int (*make)(halfstep_optimizer *optimizer, const halfstep_call *call);
+        int32_t kind, micro, has_statistics;
+    } calls[] = {{"halfstep_run", halfstep_run, HALFSTEP_CALL_STEP, 0, 0},
+                 {"halfstep_run", halfstep_run, HALFSTEP_CALL_STEP, 1, 0},
+                 {"halfstep_run", halfstep_run, HALFSTEP_CALL_TENSOR, 0, 0},
+                 {"halfstep_run", halfstep_run, HALFSTEP_CALL_ROUND, 0, 0},
+                 {"halfstep_run_begin", halfstep_run_begin, HALFSTEP_CALL_STEP, 0, 1},
+                 {"halfstep_run_begin", halfstep_run_begin, HALFSTEP_CALL_ROUND, 0, 1},
+                 {"halfstep_run_norms", halfstep_run_norms, HALFSTEP_CALL_STEP, 0, 1},
+                 {"halfstep_run_finish", halfstep_run_finish, HALFSTEP_CALL_STEP, 0, 1},
+                 {"halfstep_run_finish", halfstep_run_finish, HALFSTEP_CALL_ROUND, 0, 1}};
     for (int stage = EMPTY; stage < PLACED; stage++) {
         const char *says = stage < ADDED ? "there is no tensor to step" : "the states have no memory yet";
         REFUSED("halfstep_step", "too early", stage, ORDER, says, code = halfstep_step(o, weights, gradients));
-        REFUSED("halfstep_run", "too early", stage, ORDER, says, CALL(halfstep_run, .kind = HALFSTEP_CALL_ROUND));
-        REFUSED("halfstep_run_begin", "too early", stage, ORDER, says,
-                CALL(halfstep_run_begin, .gradients = gradients, .statistics = statistics));
-        REFUSED("halfstep_run_norms", "too early", stage, ORDER, says,
-                CALL(halfstep_run_norms, .weights = weights, .gradients = gradients, .statistics = statistics));
-        REFUSED("halfstep_run_finish", "too early", stage, ORDER, says,
-                CALL(halfstep_run_finish, .weights = weights, .gradients = gradients, .statistics = statistics));
+        REFUSED("halfstep_step", "too early, without arrays", stage, ORDER, says, code = halfstep_step(o, NULL, NULL));
+        for (size_t k = 0; k < COUNT(calls); k++)
+            REFUSED(calls[k].of, "too early", stage, ORDER, says,
+                    const halfstep_call call = {.struct_size = sizeof call,
+                                                .kind = calls[k].kind,
+                                                .micro = calls[k].micro,
+                                                .weights = weights,
+                                                .gradients = calls[k].kind == HALFSTEP_CALL_ROUND ? NULL : gradients,
+                                                .statistics = calls[k].has_statistics ? statistics : NULL};
+                    code = calls[k].make(o, &call); uint64_t steps = 0;
+                    if (stage > EMPTY) MUST(get_group_steps(o, g, &steps));
+                    CHECK(!steps, "a refused step has counted"));
     }
     REFUSED("halfstep_step", "no gradients", PLACED, ARGUMENT, "the array of gradients is NULL",
             code = halfstep_step(o, weights, NULL));
