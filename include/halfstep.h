@@ -162,7 +162,7 @@ HALFSTEP_API int halfstep_get_group_recipe(const halfstep_optimizer *optimizer, 
 /* Sets a hyper-parameter, a double, by name. It is checked against its bounds now and read at each step. NaN is out of
  * bounds. group = HALFSTEP_ALL_GROUPS sets those of the optimizer ("gradient_scale", "clip_norm"), which have no group.
  * For any other name it sets every group that there is by then and whose rule has it. docs/c.md has the names and
- * defaults of each rule's own, `halfstep info RULE` what each means. Common to all rules:
+ * defaults of each rule's own. `halfstep info RULE` prints what they mean. Common to all rules:
  *   lr               learning rate; 0 changes no bit of any weight
  *   weight_decay     coefficient of the group's decay mode
  *   reference_lr     "fully-decoupled" decay shrinks weights by (lr / reference_lr) * weight_decay. 0 (not set) stands

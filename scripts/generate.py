@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Keeps files up to date that follow from the library's table of rules: the hash that `python -m
-halfstep verify` expects, the list of rules in docs/choosing.md, of hyper-parameters in docs/c.md and of classes in
-docs/python.md. Also the list of the ABI, from the headers. (cmake/stub.py makes the stub of the
-package with the wheel.)
+halfstep verify` expects, and the lists of rules in docs/choosing.md, of hyper-parameters in
+docs/c.md and of classes in docs/python.md. Also the list of the ABI, from the headers.
+(cmake/stub.py makes the stub of the package with the wheel.)
 
     generate.py            names the files that would change, and exits with 1 if there are any
     generate.py --write    writes them

@@ -1,7 +1,7 @@
 /* The table of what happens if a field, a name or a call is forgotten, misspelt, zero, said twice, too early or too
  * late. REFUSED: the call fails with a code and a text that names the mistake, and no weight changes. TAKEN: it is no
- * mistake, and means what the row says. Each field that a caller fills in, and each function that takes an argument, has
- * a row; the last group reads the headers and checks that. test_arguments.c passes NULL for every pointer. Over 500
+ * mistake, and means what the row says. Each field that a caller fills in, and each function that takes an argument,
+ * has a row. The last group reads the headers and checks that. test_arguments.c passes NULL for every pointer. Over 500
  * lines because it is one table. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
