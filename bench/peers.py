@@ -501,7 +501,7 @@ def write_csv(report: Dict, path: str) -> None:
         "note",
     ]
     with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fields, extrasaction="ignore")
+        writer = csv.DictWriter(file, fields, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
         for kind, rows in report["results"].items():
             for key, row in rows.items():

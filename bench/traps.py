@@ -796,7 +796,7 @@ def print_report(report: Dict) -> None:
 def write_csv(report: Dict, path: str) -> None:
     fields = ["key", "title", *EVERY_FIGURE, "poisoned", "moved", "resume", "reasons"]
     with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fields, extrasaction="ignore")
+        writer = csv.DictWriter(file, fields, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
         for key, row in report["traps"].items():
             line = {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()}

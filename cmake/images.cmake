@@ -48,11 +48,11 @@ function(halfstep_ptx output source)
   separate_arguments(options UNIX_COMMAND "${options}")
   add_custom_command(OUTPUT ${output}
     COMMAND ${launcher} ${HALFSTEP_CLANG} ${options} -I${PROJECT_SOURCE_DIR}/src -I${PROJECT_SOURCE_DIR}/include
-            -MD -MF ${output}.d -MT ${output} -S -o ${output} ${source}
+            -MD -MF ${output}.d -MQ ${output} -S -o ${output} ${source}
     COMMAND ${CMAKE_COMMAND} -D SORT=${output} -P ${images_script}
     # Ninja reads the depfile and removes it.
     COMMAND ${CMAKE_COMMAND} -E copy ${output}.d ${output}.sources
-    DEPENDS ${source} ${file} DEPFILE ${output}.d)
+    DEPENDS ${source} ${file} DEPFILE ${output}.d VERBATIM)
   set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${file})
 endfunction()
 
@@ -193,7 +193,7 @@ function(halfstep_device_images result)
       foreach(architecture IN LISTS HALFSTEP_CUDA_ARCHITECTURES)
         set(cubin ${PROJECT_BINARY_DIR}/kernels.sm_${architecture}.cubin)
         add_custom_command(OUTPUT ${cubin}
-          COMMAND ${ptxas} -arch=sm_${architecture} --fmad=false -o ${cubin} ${ptx} DEPENDS ${ptx})
+          COMMAND ${ptxas} -arch=sm_${architecture} --fmad=false -o ${cubin} ${ptx} DEPENDS ${ptx} VERBATIM)
         list(APPEND images ${architecture}=${cubin})
         list(APPEND files ${cubin})
       endforeach()
@@ -244,6 +244,9 @@ elseif(CMAKE_SCRIPT_MODE_FILE AND PACK)
     file(READ "${DEPFILE}" text)
     string(REGEX REPLACE "^[^:]*:" "" text "${text}")
     string(REPLACE "\\\n" "" text "${text}")
+    # The file escapes blanks and dollar signs for make, but no quotes.
+    string(REPLACE "$$" "$" text "${text}")
+    string(REGEX REPLACE "(['\"])" "\\\\\\1" text "${text}")
     separate_arguments(files UNIX_COMMAND "${text}")
     foreach(file IN LISTS files)
       file(RELATIVE_PATH file ${root} "${file}")

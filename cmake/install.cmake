@@ -36,9 +36,6 @@ if(with_io)
 endif()
 install(FILES LICENSE DESTINATION ${CMAKE_INSTALL_DOCDIR})
 
-# The library is copied into the Python package as it is built, so it must not carry the room for a run path that CMake would fill in
-# (and needs none: it uses the C library alone).
-set_target_properties(halfstep PROPERTIES INSTALL_RPATH "")
 set(python_io "")
 if(with_io)
   set(python_io $<TARGET_FILE:halfstep_io>)

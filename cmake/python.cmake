@@ -27,7 +27,8 @@ function(halfstep_install_python library io)
       return()
     endif()
     set(stub ${PROJECT_BINARY_DIR}/__init__.pyi)
-    install(CODE "execute_process(COMMAND \"${Python3_EXECUTABLE}\" -I \"${PROJECT_SOURCE_DIR}/cmake/stub.py\" \"${library}\" \"${stub}\"
+    install(CODE "execute_process(
+      COMMAND [==[${Python3_EXECUTABLE}]==] -I [==[${PROJECT_SOURCE_DIR}/cmake/stub.py]==] [==[${library}]==] [==[${stub}]==]
       RESULT_VARIABLE failed)
       if(failed)
         message(FATAL_ERROR \"The stub of the Python package cannot be made by cmake/stub.py (-DHALFSTEP_STUB=FILE gives one)\")

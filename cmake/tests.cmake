@@ -116,7 +116,7 @@ if(UNIX AND NOT HALFSTEP_TESTS STREQUAL UNIT AND HALFSTEP_CLANG AND HALFSTEP_PYT
   function(halfstep_translate name)
     add_custom_command(OUTPUT ${folder}/${name}.c
       COMMAND ${HALFSTEP_PYTHON} ${tests}/cuda/translate.py ${folder}/${name}.c ${folder}/arithmetic.ptx ${ARGN}
-      DEPENDS ${tests}/cuda/translate.py ${tests}/cuda/instructions.def ${folder}/arithmetic.ptx ${ARGN})
+      DEPENDS ${tests}/cuda/translate.py ${tests}/cuda/instructions.def ${folder}/arithmetic.ptx ${ARGN} VERBATIM)
     add_library(cuda_${name} OBJECT EXCLUDE_FROM_ALL ${folder}/${name}.c)
     add_dependencies(cuda_${name} cuda_arithmetic_ptx)
     target_include_directories(cuda_${name} PRIVATE tests)
@@ -157,7 +157,8 @@ set(CMAKE_REQUIRED_FLAGS -fsanitize-coverage=trace-pc)
 check_c_source_compiles("void __sanitizer_cov_trace_pc(void) {} int main(void) { return 0; }" can_count_blocks)
 unset(CMAKE_REQUIRED_FLAGS)
 if(can_count_blocks AND with_io AND NOT APPLE)
-  file(GLOB counted CONFIGURE_DEPENDS src/handle/*.c src/io/*.c src/io/store/*.c src/tables/*.c)
+  file(GLOB counted CONFIGURE_DEPENDS "${sources_here}/src/handle/*.c" "${sources_here}/src/tables/*.c"
+    "${sources_here}/src/io/*.c" "${sources_here}/src/io/*/*.c")
   add_library(hstep_counted OBJECT ${counted})
   target_include_directories(hstep_counted PRIVATE include src)
   target_compile_definitions(hstep_counted PRIVATE ${halfstep_have_isas})
@@ -165,7 +166,7 @@ if(can_count_blocks AND with_io AND NOT APPLE)
 endif()
 
 halfstep_compile_per_isa(test_vec_unit tests/test_vec_unit.c vec_unit_objects)
-file(GLOB programs CONFIGURE_DEPENDS tests/*.c)
+file(GLOB programs CONFIGURE_DEPENDS "${sources_here}/tests/*.c")
 list(FILTER programs EXCLUDE REGEX "/(test_vec_unit|header_test_c|test_cuda_kernels)\\.c$")
 foreach(source IN LISTS programs)
   get_filename_component(name ${source} NAME_WE)
@@ -185,8 +186,8 @@ foreach(source IN LISTS programs)
   elseif(name MATCHES "faults")
     # The linker puts the injector before the C library only in what it links, so halfstep_io's sources come in too.
     set(extra ${tests}/faults/inject.c $<TARGET_OBJECTS:hstep_io>)
-    if(name MATCHES "program") # hstep_tools has json.c
-      set(extra ${tests}/faults/inject.c "$<FILTER:$<TARGET_OBJECTS:hstep_io>,EXCLUDE,/json\\.c>")
+    if(name MATCHES "program") # hstep_tools has those two
+      set(extra ${tests}/faults/inject.c "$<FILTER:$<TARGET_OBJECTS:hstep_io>,EXCLUDE,/(json|numbers)\\.c>")
     endif()
   endif()
   halfstep_test_program(${name} ${source} ${extra})
@@ -242,7 +243,7 @@ if(TARGET test_faults)
   # The program with the injector inside, for tests/faults/sweep.py: AddressSanitizer must itself stand before the C library.
   if(with_tools AND HALFSTEP_SANITIZE MATCHES address)
     add_executable(halfstep_faulty ${tool_main} ${tests}/faults/inject.c
-      "$<FILTER:$<TARGET_OBJECTS:hstep_io>,EXCLUDE,/json\\.c>") # hstep_tools has json.c
+      "$<FILTER:$<TARGET_OBJECTS:hstep_io>,EXCLUDE,/(json|numbers)\\.c>") # hstep_tools has those two
     target_compile_definitions(halfstep_faulty PRIVATE HSTEP_FAULTS_ENVIRONMENT=1)
     target_include_directories(halfstep_faulty PRIVATE src tests/faults)
     target_link_libraries(halfstep_faulty PRIVATE hstep_tools halfstep_static)
@@ -257,7 +258,7 @@ endif()
 
 # The targets of fuzz/ under libFuzzer, which tests/test_fuzz_*.c run without it.
 if(HALFSTEP_FUZZ)
-  file(GLOB targets CONFIGURE_DEPENDS fuzz/fuzz_*.c)
+  file(GLOB targets CONFIGURE_DEPENDS "${sources_here}/fuzz/fuzz_*.c")
   add_custom_target(fuzz)
   foreach(source IN LISTS targets)
     get_filename_component(name ${source} NAME_WE)
@@ -285,7 +286,7 @@ if(NOT HALFSTEP_TESTS STREQUAL UNIT)
     set_target_properties(header_test_cpp PROPERTIES CXX_STANDARD 17 CXX_STANDARD_REQUIRED ON CXX_EXTENSIONS OFF)
   endif()
 
-  file(GLOB examples CONFIGURE_DEPENDS examples/*.c)
+  file(GLOB examples CONFIGURE_DEPENDS "${sources_here}/examples/*.c")
   foreach(source IN LISTS examples)
     get_filename_component(name ${source} NAME_WE)
     file(STRINGS ${source} io REGEX "^#include <halfstep_io\\.h>")
@@ -309,7 +310,7 @@ if(NOT HALFSTEP_TESTS STREQUAL UNIT)
     endif()
   endforeach()
 
-  file(GLOB scripts CONFIGURE_DEPENDS tests/*_test.sh)
+  file(GLOB scripts CONFIGURE_DEPENDS "${sources_here}/tests/*_test.sh")
   foreach(script IN LISTS scripts)
     get_filename_component(name ${script} NAME_WE)
     file(STRINGS ${script} marks REGEX "^# .*\\(make (check|test-all) ")

@@ -124,7 +124,7 @@ typedef struct halfstep_optimizer halfstep_optimizer;
 /* Runs tasks on a host's own threads, in place of the library's pool. run(host, task, argument, n) must call
  * task(argument, i) once for every i in 0 .. n - 1, and return when all are done. The order and the threads are free;
  * the calls may also follow one another on one thread. While run waits, it must not begin another call on the same
- * handle on a thread that it borrows. */
+ * handle on a thread that it borrows. No exception, panic or longjmp() may leave run: the step would stay half done. */
 typedef void (*halfstep_task)(void *argument, int64_t index);
 typedef void (*halfstep_run_tasks)(void *host, halfstep_task task, void *argument, int64_t n);
 

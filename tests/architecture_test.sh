@@ -7,9 +7,9 @@ cd "$source_dir"
 objects=$build_dir/CMakeFiles
 [ -d "$objects/hstep_core.dir" ] || fail "$build_dir holds no objects"
 make_scratch
-find "$objects" -path "$objects/hstep_*.dir/*" \( -name '*.c.o' -o -name '*.c.obj' \) | sort | while read -r object; do
+(cd "$objects" && find . -path './hstep_*.dir/*' \( -name '*.c.o' -o -name '*.c.obj' \)) | sort | while read -r object; do
     source=${object#*.dir/} source=${source%.o*}
-    [ ! -e "$source" ] || nm -g "$object" | sed "s|^|$source |"
+    [ ! -e "$source" ] || nm -g "$objects/$object" | sed "s|^|$source |"
 done >"$scratch/symbols"
 python3 - "$scratch/symbols" <<'PYTHON' || fail "the sources break docs/architecture.md"
 import collections, glob, os, re, sys

@@ -34,7 +34,7 @@ expect 2 'unknown command foo' foo
 expect 2 'unknown option --foo \(see halfstep train lm --help\)' train lm --foo
 expect 2 'did you mean --width' train lm --data "$data" --widht 3
 expect 2 '--steps needs a value' train lm --data "$data" --steps
-expect 2 '"abc" is not a number' train lm --data "$data" --steps abc
+expect 2 '"abc" is not a whole number' train lm --data "$data" --steps abc
 expect 2 'whole number' train lm --data "$data" --steps 1.5
 expect 2 'at least 0' train lm --data "$data" --steps=-1
 expect 2 '--data FILE is missing' train lm
@@ -74,7 +74,8 @@ expect 2 '--data: .* contains a line break; rename the file' train lm --data "$d
 expect 1 'cannot create directory' train lm --data "$data" --checkpoint nowhere/run
 expect 1 'cannot write the log nowhere/log.csv' train lm --data "$data" --log nowhere/log.csv
 expect 1 'no checkpoint in nowhere' train lm --data "$data" --checkpoint nowhere --resume
-expect 1 'no checkpoint in nowhere' generate --checkpoint nowhere
+for command in generate plan; do expect 1 'cannot open nowhere: No such file or directory' $command --checkpoint nowhere; done
+expect 1 'cannot open nowhere: No such file or directory' train lm --data "$data" --init nowhere
 expect 1 'nowhere' inspect nowhere
 expect 1 'data/demo.txt' inspect "$data"
 # Every command refuses a malformed variable.

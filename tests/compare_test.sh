@@ -112,6 +112,40 @@ grep -q "^report: expected/report.html$" out.txt || fail "does not name the repo
 code=$(status "$halfstep" compare lm $tiny --recipes adamw/f32,adamw/bf16 --expect "adamw/bf16<50" --out expected --quiet)
 [ "$code" = 0 ] || fail "an expectation that is met: status $code: $(cat err.txt)"
 
+# A recipe that diverges or fails does not stop the others, whose results are those of a comparison without it.
+"$halfstep" compare lm $tiny --recipes adamw/f32,adamw/bf16-sr --steps 24 --out alone --quiet --json >alone.json || fail "status $?"
+code=$(status "$halfstep" compare lm $tiny --recipes sgd/f32@1e6,adamw/f32,adamw/bf16-sr --steps 24 --out some --quiet --json)
+[ "$code" = 0 ] || fail "a recipe that diverges: status $code: $(cat err.txt)"
+grep -q "^sgd/f32/f32@1e6: diverged: 20 steps in a row" err.txt || fail "what diverged is not told: $(cat err.txt)"
+cp out.txt some.json
+mkdir taken
+touch taken/adamw-bf16-sr-bf16-sr-seed1
+code=$(status "$halfstep" compare lm $tiny --recipes adamw/bf16-sr,adamw/f32 --steps 24 --checkpoint taken --out taken/report --quiet --json)
+[ "$code" = 1 ] || fail "a recipe that fails: status $code"
+[ "$(grep -c '^warning: adamw/bf16-sr/bf16-sr failed: cannot create directory' err.txt)" = 1 ] &&
+    grep -q "^halfstep: compare lm: 1 of 2 runs failed; adamw/bf16-sr/bf16-sr: cannot create directory" err.txt ||
+    fail "what failed is not told: $(cat err.txt)"
+cp out.txt taken.json
+python3 - <<'EOF' || fail "the reports beside recipes that diverge or fail"
+import json
+alone, some, taken = (json.load(open(name)) for name in ("alone.json", "some.json", "taken.json"))
+assert [run["diverged"] for run in some["runs"]] == [True, False, False]
+assert some["complete"] and some["runs"][0]["val_loss"] is None and not some["failed"], some
+assert some["table"][0]["val_loss"]["mean"] is None and "diverged" in some["sentence"]
+assert [run["state_hash"] for run in some["runs"][1:]] == [run["state_hash"] for run in alone["runs"]]
+assert [run["state_hash"] for run in taken["runs"]] == [alone["runs"][0]["state_hash"]]
+assert [(f["recipe"], f["seed"]) for f in taken["failed"]] == [("adamw/bf16-sr/bf16-sr", 1)] and not taken["complete"]
+assert "cannot create directory" in taken["failed"][0]["error"]
+for folder in ("some", "taken/report"):
+    page = open(folder + "/report.html").read()
+    assert "nan" not in page and json.load(open(folder + "/report.json"))["table"]
+EOF
+rm -r taken/adamw-f32-f32-seed1 taken/report
+touch taken/adamw-f32-f32-seed1
+code=$(status "$halfstep" compare lm $tiny --recipes adamw/bf16-sr,adamw/f32 --checkpoint taken --out taken/report --quiet)
+[ "$code" = 1 ] && [ ! -s out.txt ] && [ -z "$(ls taken/report)" ] && grep -q "2 of 2 runs failed; adamw/bf16-sr" err.txt ||
+    fail "all recipes fail: status $code, $(cat out.txt err.txt)"
+
 # Each mistake is reported in one line, before anything is trained or written.
 there="compare lm $tiny --out nothing"
 refused 2 "bf17" $there --recipes adamw/f32,adamw/bf17

@@ -1,12 +1,101 @@
 #!/bin/bash
 # Checks an installed tree that was moved: it serves find_package and pkg-config, shared and static, and its program
-# runs.
+# runs. all: checks in its place another project of CMake that takes this one in.
 # (make check leaves it out.)
+# (make test-all runs "tests/install_test.sh all" too.)
 . "$(dirname "$0")/lib.sh"
-need cmake cc pkg-config
+need cmake cc make pkg-config
 make_scratch
 
-cmake --install "$build_dir" --prefix "$scratch/first" >"$scratch/log" || { cat "$scratch/log"; fail "cmake --install"; }
+if [ "${1:-}" = all ]; then
+    need c++
+    mkdir "$scratch/parent"
+    cd "$scratch/parent"
+    cat >main.cpp <<'C'
+#define HALFSTEP_ADVANCED
+#ifdef WITH_IO
+#include <halfstep_io.h>
+#endif
+#include <halfstep.h>
+int main() { return halfstep_abi() == HALFSTEP_ABI ? 0 : 1; }
+C
+    cat >CMakeLists.txt <<C
+cmake_minimum_required(VERSION 3.18)
+project(parent LANGUAGES CXX)
+include(FetchContent)
+FetchContent_Declare(halfstep SOURCE_DIR [==[$source_dir]==])
+set(HALFSTEP_ISAS scalar)
+get_cmake_property(names VARIABLES)
+get_cmake_property(cached CACHE_VARIABLES)
+foreach(name IN LISTS names)
+  set(before_\${name} "\${\${name}}")
+endforeach()
+FetchContent_MakeAvailable(halfstep)
+foreach(name IN LISTS names)
+  if(NOT name MATCHES "^(name|CMAKE_MATCH_.*)$" AND NOT "\${\${name}}" STREQUAL "\${before_\${name}}")
+    message("CHANGED \${name}: '\${before_\${name}}' became '\${\${name}}'")
+  endif()
+endforeach()
+get_cmake_property(now CACHE_VARIABLES)
+list(REMOVE_ITEM now \${cached})
+list(FILTER now EXCLUDE REGEX "^(HALFSTEP|halfstep|CMAKE|FETCHCONTENT|FIND_PACKAGE_MESSAGE|_GNUInstallDirs)_")
+if(now)
+  message("CHANGED the cache, by \${now}")
+endif()
+if(POLICY CMP0126 AND TARGET hstep_kernels_avx2)
+  message("CHANGED HALFSTEP_ISAS is ignored")
+endif()
+add_executable(static main.cpp)
+target_link_libraries(static PRIVATE halfstep::static)
+add_executable(shared main.cpp)
+target_compile_definitions(shared PRIVATE WITH_IO)
+target_link_libraries(shared PRIVATE halfstep::io)
+set_target_properties(shared PROPERTIES INSTALL_RPATH "\$ORIGIN/../lib")
+install(TARGETS static shared halfstep halfstep_io RUNTIME DESTINATION bin LIBRARY DESTINATION lib)
+C
+    configure() {
+        cmake -S . -B build -G "Unix Makefiles" -DCMAKE_UNITY_BUILD=ON -DHALFSTEP_CUDA=OFF "$@" >"$scratch/log" 2>&1 ||
+            { cat "$scratch/log"; fail "a project that takes this one in cannot be configured"; }
+        ! grep CHANGED "$scratch/log" || fail "a project that takes this one in is changed"
+    }
+    build() {
+        cmake --build build --parallel "${HALFSTEP_BUILD_JOBS:-1}" "$@" >"$scratch/log" 2>&1 ||
+            { tail -n 20 "$scratch/log"; fail "a project that takes this one in cannot be built"; }
+    }
+    configure
+    grep -q -- '-O3.*kernels\.c' build/compile_commands.json || fail "a project without a build type gets a slow library"
+    echo "ok   a project that takes this one in keeps its settings"
+    configure -DCMAKE_BUILD_TYPE=Debug -DCMAKE_C_FLAGS=-O0
+    ! grep -q -- '-O3' build/compile_commands.json || fail "a project's build type does not count"
+    build --target static
+    made=$(find build/_deps -name '*.so*' -o -name halfstep -type f)
+    [ -z "$made" ] || fail "more was built than the static library: $made"
+    build
+    [ ! -e build/_deps/halfstep-build/halfstep ] || fail "the program was built, and nothing names it"
+    cmake --install build --prefix "$scratch/there" >"$scratch/log" 2>&1 || { cat "$scratch/log"; fail "its install"; }
+    installed=$(cd "$scratch/there" && find . -type f | sed 's/\.so.*/.so/' | sort | xargs)
+    [ "$installed" = "./bin/shared ./bin/static ./lib/libhalfstep.so ./lib/libhalfstep_io.so" ] || fail "its install has $installed"
+    rm -r build
+    "$scratch/there/bin/static" && "$scratch/there/bin/shared" || fail "its programs do not run"
+    echo "ok   it builds and installs what it names, and CMAKE_UNITY_BUILD does no harm"
+    exit 0
+fi
+
+# The list of files by which a user removes an earlier install stays.
+manifest=$build_dir/install_manifest.txt
+[ ! -e "$manifest" ] || mv "$manifest" "$scratch/manifest"
+(umask 077 && make -C "$source_dir" -o build install BUILD="${build_dir//\$/\$\$}" PREFIX="${scratch//\$/\$\$}/first") \
+    >"$scratch/log" || { cat "$scratch/log"; fail "make install"; }
+mv "$manifest" "$scratch/installed"
+[ ! -e "$scratch/manifest" ] || mv "$scratch/manifest" "$manifest"
+closed=$(find "$scratch/first" -mindepth 1 \( -type d ! -perm -055 -o ! -type l ! -perm -044 \))
+[ -z "$closed" ] || fail "after make install under umask 077 others cannot read $closed"
+mkdir "$scratch/removed"
+cp -R "$scratch/first/." "$scratch/removed"
+sed "s|^$scratch/first/|$scratch/removed/|" "$scratch/installed" | tr '\n' '\0' | xargs -0 rm -f
+left=$(find "$scratch/removed" ! -type d)
+[ -z "$left" ] || fail "install_manifest.txt lacks $left"
+echo "ok   others can read what is installed, and install_manifest.txt names it all"
 mv "$scratch/first" "$scratch/moved prefix"
 prefix="$scratch/moved prefix"
 # CMake 3.25 and later can be told to ignore its registry of build folders. Naming the path is enough for all versions.
@@ -16,6 +105,7 @@ fi
 
 mkdir "$scratch/consumer"
 cat >"$scratch/consumer/main.c" <<'C'
+#define HALFSTEP_ADVANCED
 #include <halfstep.h>
 #include <stdio.h>
 int main(void)
@@ -48,6 +138,8 @@ add_executable(shared main.c)
 target_link_libraries(shared PRIVATE halfstep::halfstep ${io:+halfstep::io})
 add_executable(static main.c)
 target_link_libraries(static PRIVATE halfstep::static)
+add_library(plugin MODULE main.c)
+target_link_libraries(plugin PRIVATE halfstep::static)
 C
 {
     cmake -S "$scratch/consumer" -B "$scratch/consumer/build" -DCMAKE_PREFIX_PATH="$prefix" &&
@@ -55,6 +147,10 @@ C
 } >"$scratch/log" 2>&1 || { cat "$scratch/log"; fail "find_package(halfstep)"; }
 check "find_package, shared" "$scratch/consumer/build/shared"
 check "find_package, static" "$scratch/consumer/build/static"
+plugin=$(find "$scratch/consumer/build" -name 'libplugin.*')
+nm -D --defined-only "$plugin" >"$scratch/exported"
+grep -q ' T main$' "$scratch/exported" && ! grep halfstep "$scratch/exported" || fail "a plugin exports the library inside it"
+echo "ok   a plugin does not export the library inside it"
 
 package=$(dirname "$(find "$prefix" -name halfstep.pc)")
 library=$(dirname "$package")
@@ -68,6 +164,7 @@ check "pkg-config, static" "$scratch/by_pc_static"
 if [ -n "$io" ]; then
     # Uses our own .pc files only, so that all that they require must be here.
     cat >"$scratch/consumer/io.c" <<'C'
+#define HALFSTEP_ADVANCED
 #include <halfstep_io.h>
 #include <stdio.h>
 int main(int argc, char **argv)

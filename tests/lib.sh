@@ -6,11 +6,11 @@ build_dir=${HALFSTEP_BUILD:-$source_dir/build}
 unset MAKEFLAGS MFLAGS MAKELEVEL
 # awk, sort and sed count and sort as in the C locale, whatever the user's. The program asks for no locale.
 export LC_ALL=C
-script_words="$0${*:+ $*}"
+script_words=$(printf ' %q' "$0" "$@")
 
 fail() {
     echo "FAIL $*"
-    echo "     reproduce: HALFSTEP_BUILD=$build_dir bash $script_words"
+    printf '     reproduce: HALFSTEP_BUILD=%q bash%s\n' "$build_dir" "$script_words"
     exit 1
 }
 

@@ -11,8 +11,11 @@ trap '' PIPE
 [ -e "$build_dir/libhalfstep_mpi.so" ] || skip "this build found no MPI"
 make_scratch
 mode=${1:-short} kills=${2:-}
-data=$source_dir/data/demo.txt
-[ "$mode" != long ] || data=${HALFSTEP_TEXT:-$data}
+text=$source_dir/data/demo.txt
+[ "$mode" != long ] || text=${HALFSTEP_TEXT:-$text}
+# Its path has no blanks there.
+data=$scratch/demo.txt
+cp "$text" "$data"
 cp "$build_dir/halfstep" "$scratch/"
 cd "$scratch"
 program=$scratch/halfstep

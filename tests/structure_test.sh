@@ -57,6 +57,15 @@ for file in $(git ls-files '*.c' '*.h' '*.py' 2>/dev/null | except '^(include|te
 done
 judge "files over 500 lines say why" "$lengths"
 
+# Folders may have any name, and a clone any setting of line ends. tests/checkout_test.sh builds there.
+judge "custom commands are quoted for the shell (VERBATIM)" "$(awk '
+    /add_custom_(command|target)\(/ { text = ""; depth = 0; line = FNR }
+    line { text = text $0; depth += gsub(/\(/, "(") - gsub(/\)/, ")") }
+    line && depth <= 0 { if (text ~ /COMMAND / && text !~ /VERBATIM/) print FILENAME ":" line; line = 0 }' CMakeLists.txt cmake/*.cmake)"
+judge "patterns of file(GLOB) begin with sources_here" "$(having '^ *file\(GLOB' CMakeLists.txt cmake/*.cmake | except ' "\$\{sources_here\}/')"
+judge "recipes of the Makefile quote folders" "$(having '(^|[^"/])\$\((BUILD|PREFIX)\)' Makefile)"
+judge "Git changes no line ends" "$(git ls-files --eol 2>/dev/null | awk '!/attr\/(text=auto eol=lf|-text)/ || ($1 ~ /crlf|mixed/ && !/attr\/-text/)')"
+
 # A build file must not keep a second list.
 isas=$(sed -nE 's/^ISA\( *([a-z0-9_]+).*/\1/p' src/vec/isas.def | grep -v '^scalar$' | paste -sd '|')
 [ -n "$isas" ] || fail "src/vec/isas.def has no rows"

@@ -19,6 +19,18 @@ static const char *test_program = "test", *test_filter = "";
 static char test_group[256]; /* a copy, because the name may be gone when the next group begins */
 static int test_passed, test_failed, test_group_failed;
 
+/* 1 under a sanitizer, which needs memory and stack of its own. */
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define TEST_SANITIZED 1
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer) || __has_feature(memory_sanitizer)
+#define TEST_SANITIZED 1
+#endif
+#endif
+#ifndef TEST_SANITIZED
+#define TEST_SANITIZED 0
+#endif
+
 /* How much a program runs. `make test` runs programs without an argument, which finds most in little time. --short is
  * for sanitizers, emulators and `make check`. --all is for `make test-all` and leaves nothing out. A program has a
  * shorter or a longer run if its first comment names the argument; cmake/tests.cmake reads that. */

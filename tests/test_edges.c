@@ -861,6 +861,66 @@ static void test_threads(void)
     }
 }
 
+#if defined(__linux__)
+/* Makes steps of each rule with several formats, and what else a thread may do with an optimizer. */
+static void *use_stack(void *steps)
+{
+    static const char *const weights[] = {"f32", "bf16-kahan", "bf16-ecc8", "int8-ecc4"};
+    static const char *const states[] = {"", "/int4", "/bf16-sr", "/dyn8"};
+    for (int32_t rule = 0; rule < halfstep_rule_count(); rule++)
+        for (size_t i = 0; i < COUNT(weights) * COUNT(states); i++) {
+            const char *weight = weights[i / COUNT(states)], *state = states[i % COUNT(states)];
+            halfstep_optimizer *o = new_optimizer("sgd/f32", 1, 0);
+            int32_t group;
+            struct one t;
+            const char *recipe = text_of("%s/%s%s", rule_info(rule).name, weight, state);
+            const int known = halfstep_add_group(o, recipe, &group) == OK && !rule_info(rule).raw_gradient;
+            halfstep_destroy(o);
+            if (!known) continue; /* the rule takes other formats */
+            one_open(&t, recipe, 2, 70, 64, "f32");
+            MUST(halfstep_set_hyper(t.o, ALL_GROUPS, "clip_norm", 1));
+            one_start(&t);
+            one_fill(&t, GRADIENT, 0.125f);
+            one_steps(&t, 2);
+            one_read(&t, WEIGHT, t.room);
+            MUST(halfstep_accumulate(t.o, 0, t.room, "bf16-sr", t.gradient, "f32", 0.5));
+            one_close(&t);
+            ++*(int *)steps;
+        }
+    return NULL;
+}
+#endif
+
+static void test_stack(void)
+{
+#if defined(__linux__)
+    TEST("a call needs no more stack than docs/c.md promises") {
+        enum { ROOM = 4 << 20, PROMISED = 128 << 10 };
+        pthread_attr_t attributes;
+        pthread_t thread;
+        int steps = 0;
+        size_t untouched = 0;
+        unsigned char *stack = mmap(NULL, ROOM, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_STACK, -1, 0);
+        if (stack == MAP_FAILED) exit(1);
+        memset(stack, 0xa5, ROOM);
+        if (pthread_attr_init(&attributes) || pthread_attr_setstack(&attributes, stack, ROOM) ||
+            pthread_create(&thread, &attributes, use_stack, &steps))
+            exit(1);
+        pthread_join(thread, NULL);
+        pthread_attr_destroy(&attributes);
+        while (untouched < ROOM && stack[untouched] == 0xa5) untouched++;
+        CHECK(steps > 100, "only %d recipes were tried", steps);
+        const size_t used = ROOM - untouched;
+#if defined(__OPTIMIZE__) /* Frames are larger without optimization, and with checks in between. */
+        CHECK(TEST_SANITIZED || used <= PROMISED, "%zu bytes of stack were used, more than %d", used, PROMISED);
+#else
+        CHECK(used < ROOM, "%zu bytes of stack were used", used);
+#endif
+        munmap(stack, ROOM);
+    }
+#endif
+}
+
 /* ---- Accumulation, and the choice of the instruction set --------------------------------------------------------- */
 
 #if defined(__linux__)
@@ -982,6 +1042,7 @@ int main(int argc, char **argv)
     test_bytes();
     test_versions();
     test_threads();
+    test_stack();
     test_accumulation();
     return test_done();
 }

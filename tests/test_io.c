@@ -237,6 +237,7 @@ static int faulty_fchmod(int fd, mode_t mode)
 #include "io/checkpoint.c"
 #include "io/files.c"
 #include "io/json.c"
+#include "io/numbers.c"
 #include "io/safetensors.c"
 #undef write
 #undef fsync

@@ -18,14 +18,8 @@ static float gradient[ELEMENTS], plain[ELEMENTS];
 /* Returns the pages in memory. 0 under a sanitizer, whose shadow and quarantine would be counted with them. */
 static long resident(void)
 {
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-    return 0;
-#elif defined(__has_feature)
-#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
-    return 0;
-#endif
-#endif
     long size = 0, pages = 0;
+    if (TEST_SANITIZED) return 0;
     FILE *file = fopen("/proc/self/statm", "r");
     if (file && fscanf(file, "%ld %ld", &size, &pages) != 2) pages = 0;
     if (file) fclose(file);

@@ -57,16 +57,18 @@ __attribute__((format(printf, 3, 4))) static int local_snprintf(char *text, size
 
 static double local_strtod(const char *text, char **end)
 {
-    char plain[1024], *stopped;
-    const char *at = strstr(text, point), *dot = strchr(text, '.');
-    size_t before = at ? (size_t)(at - text) : strlen(text);
-    if (strlen(text) > 512) exit(1);
-    memcpy(plain, text, before);
-    plain[before] = 0;
-    if (at) strcat(strcat(plain, "."), at + strlen(point));
+    char plain[512], *stopped;
+    size_t used = 0, bytes = strlen(point);
+    for (const char *from = text; *from && used < sizeof plain - 1; used++) {
+        int here = !strncmp(from, point, bytes);
+        if (!here && *from == '.') break; /* A dot means nothing where it is not the point. */
+        plain[used] = here ? '.' : *from;
+        from += here ? bytes : 1;
+    }
+    plain[used] = 0;
     double value = strtod(plain, &stopped);
-    /* A dot means nothing where it is not the point. */
-    *end = (char *)(strcmp(point, ".") && dot ? dot : *stopped ? text : text + strlen(text));
+    used = (size_t)(stopped - plain);
+    *end = (char *)text + used + (memchr(plain, '.', used) ? bytes - 1 : 0);
     return value;
 }
 
@@ -83,7 +85,6 @@ static int quick_fsync(int fd)
 #include "io/checkpoint.c"
 #include "io/coarse.c"
 #include "io/files.c"
-#include "io/json.c"
 #include "io/safetensors.c"
 #include "io/streams.c"
 #define compare_names compare_tensor_names
@@ -91,6 +92,7 @@ static int quick_fsync(int fd)
 #undef compare_names
 #define snprintf local_snprintf
 #define strtod local_strtod
+#include "io/json.c"
 #include "io/numbers.c"
 #undef snprintf
 #undef strtod
@@ -1267,6 +1269,14 @@ static void test_locale(void)
             }
         CHECK(!hstep_is_double("0,5", &back) && !hstep_is_double("", &back) && !hstep_is_double("1 ", &back),
               "no numbers");
+        /* A comma of JSON stands between numbers. */
+        char list[] = "[0.5, -12.25e-1,3,4,1e2]";
+        static const double listed[] = {0.5, -1.225, 3, 4, 100};
+        hstep_json json = {list, strlen(list), 0, NULL};
+        for (size_t k = 0; k < COUNT(listed); k++)
+            CHECK(hstep_json_expect(&json, k ? ',' : '[') && hstep_json_real(&json, &back) && back == listed[k],
+                  "with %s: number %zu of a list is %g: %s", points[i], k, back, json.problem);
+        CHECK(hstep_json_expect(&json, ']') && hstep_json_end(&json), "with %s: %s", points[i], json.problem);
         WORKS(write_run(i ? "local" : "one", &a));
         point = points[(i + 1) % 3];
         start(&b, &usual);

@@ -76,7 +76,9 @@ static void test_words(void)
         {2, "--width is 70000; it must be at most 65536", LM "--width 70000"},
         {2, "--final-lr is 1.5; it must be at most 1", LM "--final-lr 1.5"},
         {2, "--steps is 1e300; it must be a whole number", LM "--steps 1e300"},
-        {2, "--lr: \"1e999\" is not a number", LM "--lr 1e999"},
+        {2, "--lr: \"1e999\" is not a number (such as 7e9, 7B or 0.001)", LM "--lr 1e999"},
+        {2, "--params: \"7bn\" is not a number (such as 7e9, 7B or 0.001)", "plan --params 7bn"},
+        {2, "--steps: \"many\" is not a whole number (such as 2000 or 2k)", LM "--steps many"},
         {2, "--lr: \"1e306k\" is not a number", LM "--lr 1e306k"},
         {2, "--lr: \"+x\" is not a number", LM "--lr +x"},
         {2, "--memory: \"much\" is not a number of bytes (such as 24G)", "plan --params 1e6 --memory much"},
@@ -89,7 +91,7 @@ static void test_words(void)
         {2, "--hyper is beta1; it must be NAME=VALUE", LM "--hyper beta1"},
         {2, "--hyper is =1; it must be NAME=VALUE", LM "--hyper =1"},
         {2, "--hyper is beta1=; it must be NAME=VALUE", LM "--hyper beta1="},
-        {2, "--hyper: \"x\" is not a number", LM "--hyper beta1=x"},
+        {2, "--hyper: \"x\" is not a number (such as 0.9 or 1e-3)", LM "--hyper beta1=x"},
         {2, "--beta1: \"x\" is not a number", LM "--beta1 x"},
         {2, "--hyper momentum: adamw has no such hyper-parameter", LM "--hyper momentum=0.5"},
         {2, "unknown option --val_evry, did you mean --val-every?", LM "--val_evry 2"},
@@ -119,6 +121,8 @@ static void test_words(void)
         {2, "--checkpoint-every needs --checkpoint DIR", LM "--checkpoint-every 2"},
         {2, "give the size of the model by one of", "plan --params 1e6 --width 8"},
         {2, "multiple of 3 heads", "plan --width 8 --heads 3"},
+        {2, "--recipes: ema follows weights that another optimizer trains", "plan --params 1e6 --recipes sgd/f32,ema"},
+        {2, "--rule: ema follows weights that another optimizer trains", "plan --params 1e6 --rule ema"},
         {1, "nowhere", "plan --checkpoint nowhere"},
         {2, "train: the model is missing; known: lm, mnist", "train"},
         {2, "unknown model 'rnn'; known: lm, mnist", "train rnn"},
@@ -247,6 +251,8 @@ static void test_path_lists(void)
 
 static void test_plan(void)
 {
+    accept("7000000000 parameters", "plan --params 7b");
+    accept("7000000000 parameters", "plan --params 7B");
     accept("0 of ", "plan --params 1e6 --memory 1K");
     CHECK(strstr(printed, "; --release may help") && strstr(printed, "  no\n"), "%s", printed);
     accept("The smallest lacks ", "plan --params 1e6 --memory 1K --release");
@@ -319,7 +325,7 @@ static void test_forged(void)
         {"trainer.json", "\"options\": {", "\"options\": { \"lr\": \"1\",", "an option twice", go_on},
         {"trainer.json", "\"options\": {", "\"options\": {}, \"other\": {", " in forged", go_on},
         {"trainer.json", "\"gradients\": ", "\"gradient\": ", "trainer.json has no value for --gradients", go_on},
-        {"trainer.json", "\"steps\": \"2\"", "\"steps\": \"x\"", "trainer.json: --steps: \"x\" is not a number",
+        {"trainer.json", "\"steps\": \"2\"", "\"steps\": \"x\"", "trainer.json: --steps: \"x\" is not a whole number",
          RESUME "forged"},
         {"trainer.json", "\"steps\": \"2\"", "\"steps\": \"x\"", "trainer.json has no value for --steps", go_on},
         {"trainer.json", "\"steps\": \"2\"", "\"other\": \"2\"", "trainer.json has no value for --steps", go_on},
@@ -796,12 +802,23 @@ static void test_terminal(void)
     seen = on_terminal(40, "xterm", "", 0);
     CHECK(strstr(seen, "\r\033[K\033[36mlabel  step 3/100  loss 1.2500  val 2.5\033[0m"), "cut to 39 columns: %s",
           seen);
+    /* No line is wider than the terminal, less the column in which a cursor may wrap. */
+    for (int columns = 1; columns < 30; columns++) {
+        int wide = 0, lines = 0;
+        seen = on_terminal(columns, "xterm", "1", 0);
+        for (const char *at = seen; (at = strstr(at, "\r\033[K")); lines++) {
+            at += 4;
+            const int width = (int)strcspn(at, "\r\033");
+            if (strncmp(at, "a note", 6) && width > wide) wide = width;
+        }
+        CHECK(lines > 3 && wide == columns - 1, "%d columns: %d lines, the widest has %d", columns, lines, wide);
+    }
     seen = on_terminal(0, "xterm", "1", 0);
     CHECK(strstr(seen, "\r\033[Klabel  step 3/100  loss 1.2500  val 2.5000  extra words  ETA 0:0") &&
               !strstr(seen, "\033[36m"),
           "no colour, no size: %s", seen);
-    for (int i = 0; i < 2; i++) {
-        seen = on_terminal(120, i ? "dumb" : NULL, NULL, 0);
+    for (int i = 0; i < 3; i++) {
+        seen = on_terminal(120, i == 2 ? "" : i ? "dumb" : NULL, NULL, 0);
         CHECK(!strchr(seen, '\033') &&
                   strstr(seen, "label  step 98/100  loss 1.2500  val 2.5000  extra words  ETA 0:0"),
               "TERM=dumb: %s", seen);
@@ -933,6 +950,7 @@ static void test_others_refused(void)
         if (i % 8) continue;
         refuse(1, table[i].says, from_folder);
         refuse(1, table[i].says, "plan --checkpoint other");
+        refuse(1, table[i].says, "generate --checkpoint other");
     }
     static const char *const window[] = {"\"model_type\": \"mistral\"", "\"sliding_window\": 3",
                                          "\"num_key_value_heads\": 2"},
@@ -960,6 +978,10 @@ static void test_others_refused(void)
     unlink("other/config.json");
     refuse(2, "--heads is missing: --init other/model.safetensors has no config.json beside it", from_file);
     refuse(1, "plan: other: there is neither a checkpoint nor a config.json", "plan --checkpoint other");
+    refuse(1, "generate: other has no config.json beside it, which says how many heads the model has; put it there, or",
+           "generate --checkpoint other");
+    refuse(1, "other is a model in 1 file, not a checkpoint; inspect a file, such as other/model.safetensors",
+           "inspect other");
     refuse(1, "plan: short: there is neither a checkpoint nor", "plan --checkpoint short");
     demand(!mkdir("other/config.json", 0777), "no folder");
     refuse(1, "other/config.json: is not a regular file", from_file);
@@ -984,6 +1006,16 @@ static void test_others_taken(void)
                              *const odd[] = {"\"sinks\": 3", "\"also\\u001b[31m\": [1]", "\"nothing\": null",
                                              "\"off\": false"};
     static char text[4000];
+    /* The same weights give the same text, from wherever they are read. */
+    static const char *const places[] = {"base", "other", "other/model.safetensors"};
+    make_other(NULL, 0);
+    for (int i = 0; i < 3; i++) {
+        char speak[200];
+        snprintf(speak, sizeof speak, "generate --checkpoint %s --bytes 40 --threads 1", places[i]);
+        accept("", speak);
+        if (i) EQUAL_TEXT(printed, text);
+        else snprintf(text, sizeof text, "%.3000s", printed);
+    }
     make_other(scaled, 8);
     remove_tree("taken");
     char line[600], hash[64] = "";
@@ -1008,6 +1040,8 @@ static void test_others_taken(void)
     remove_tree("taken");
     make_other(odd, 4);
     accept("note: other/config.json: unknown members are ignored: sinks, also\\x1b[31m\n", from_file);
+    accept("note: other/config.json: unknown members are ignored: sinks, also\\x1b[31m\n",
+           "generate --checkpoint other --bytes 1 --threads 1");
     unlink("other/config.json");
     snprintf(line, sizeof line, "%s --width 8 --depth 1 --heads 2 --context 4", from_file);
     accept("has no config.json beside it: assuming 2 heads, rms_norm_eps 1e-05 and rope_theta 10000", line);
@@ -1090,7 +1124,7 @@ static void test_others_tensors(void)
                                             error, sizeof error),
            error);
     demand(!halfstep_write_safetensors(whole, "other/model.safetensors", NULL, NULL, error, sizeof error), error);
-    /* generate reads checkpoints only. */
+    /* In a checkpoint, too. */
     demand(!rename("other/model.safetensors", "more.safetensors"), "no rename");
     forge_with("base", "forged", "model.safetensors", "more.safetensors");
     refuse(1, "2 tensors are no part of a Llama", "generate --checkpoint forged --bytes 2 --threads 1");
@@ -1108,6 +1142,12 @@ static void test_others_tensors(void)
     accept("5144 parameters", from_folder);
     accept("5144 parameters", "train lm --data text --batch 2 --eval-batches 1 --threads 1 --steps 0 --quiet --init "
                               "other/model.safetensors.index.json");
+    accept("", "generate --checkpoint other --bytes 2 --threads 1");
+    accept("", "generate --checkpoint other/model.safetensors.index.json --bytes 2 --threads 1");
+    refuse(1, "; the whole model is other/model.safetensors.index.json", "generate --checkpoint other/a");
+    refuse(1, "other is a model in 2 files, not a checkpoint; inspect a file, such as other/a", "inspect other");
+    refuse(1, "is a model in 2 files, not a checkpoint; inspect a file, such as other/a",
+           "inspect other/model.safetensors.index.json");
     put_weights("other/a", "F32", "F32");
     put_weights("other/b", "F32", "F32");
     for (size_t i = 0; i < sizeof table / sizeof *table; i++) {
@@ -1145,7 +1185,7 @@ static void test_others_printed(void)
         {2, "unknown option --\\x1b[2J", "plan --\033[2J"},
         {2, "unknown command \\x1b[2J", "\033[2J"},
         {2, "--lr: \"\\x1b[2J\" is not a number", LM "--lr \033[2J"},
-        {1, "train lm: cannot open e?[31m", LM "--init e\033[31m"},
+        {1, "train lm: cannot open e\\x1b[31m", LM "--init e\033[31m"},
     };
     uint8_t file[600] = {0};
     size_t n = sizeof header - 1;

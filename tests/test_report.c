@@ -179,6 +179,43 @@ int main(int argc, char **argv)
         CHECK(report_judge(&report) == 3, "a run that diverged satisfies an expectation");
     }
 
+    TEST("a run that failed, and one that diverged, beside others") {
+        struct text text = {0};
+        make(&report, (const double[ENTRIES]){0, NAN, 0.002, -0.2});
+        for (int i = 0; i < report.runs; i++) {
+            if (runs[i].entry == 2) runs[i].done = 0, runs[i].error = "out of <memory>";
+            for (int k = 500; k < runs[i].train.n && runs[i].entry == 1; k++) runs[i].train.loss[k] = 1e9;
+        }
+        runs[2 * ENTRIES + 3].done = 0; /* one seed of an entry whose others are done */
+        runs[2 * ENTRIES + 3].error = "a disk";
+        report_table(&report, &text);
+        HAS(" failed  ");
+        HAS("diverged");
+        text_free(&text);
+        report_sentence(&report, &text);
+        HAS("adamw/bf16/bf16-sr diverged; lion/bf16/<int8>& ends 0.20 nat below");
+        text_free(&text);
+        struct document document;
+        report_document(&document, &report);
+        document_write(&document, &text);
+        HAS("\"complete\": false");
+        EQUAL(count(&text, "\"error\": \"out of <memory>\""), SEEDS);
+        EQUAL(count(&text, "\"error\": \"a disk\""), 1);
+        text_free(&text);
+        report_html(&report, &text);
+        HAS("Incomplete: 8 of 12 runs are done.");
+        HAS("<p class=\"bad\">adamw/bf16-sr/bf16-sr, seed 8, failed: out of &lt;memory&gt;</p>");
+        EQUAL(count(&text, "<span class=\"bad\">failed</span>"), 1);
+        /* The axes are those of the other runs. */
+        CHECK(!has(&text, "M</text>") && !has(&text, "nan") && !unbalanced(text.data), "%s", unbalanced(text.data));
+        text_free(&text);
+        for (int i = 0; i < report.runs; i++)
+            if (runs[i].entry == 0) runs[i].done = 0, runs[i].error = "a disk";
+        report_sentence(&report, &text);
+        HAS("The reference adamw/f32/f32 failed.");
+        text_free(&text);
+    }
+
     TEST("table, CSV and JSON") {
         struct text text = {0};
         make(&report, usual);
@@ -312,7 +349,7 @@ int main(int argc, char **argv)
         for (size_t s = 0; s < COUNT(scales); s++)
             for (int axis = SVG_LINEAR; axis <= SVG_ASINH; axis++) {
                 for (int i = 0; i < 64; i++) x[i] = i + 1, y[i] = scales[s] * (1 + i / 20.0);
-                struct svg_series series = {"s", 0, 64, x, y, NULL, NULL, 0, 1};
+                struct svg_series series = {.name = "s", .n = 64, .x = x, .y = y, .markers = 1};
                 struct svg_chart chart = {0, "t", "x", "y", SVG_LINEAR, axis, 0.01, 300, &series, 1};
                 struct text text = {0};
                 svg_line_chart(&text, &chart);

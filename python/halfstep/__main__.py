@@ -234,7 +234,8 @@ def main(arguments=None):
     try:
         return given.call(given)
     except (ValueError, OSError) as error:
-        print(_plain(f"python -m halfstep {given.command}: {error}"), file=sys.stderr)
+        text = str(error).removeprefix("halfstep: ")
+        print(_plain(f"python -m halfstep {given.command}: {text}"), file=sys.stderr)
         return 1
 
 

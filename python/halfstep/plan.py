@@ -21,6 +21,7 @@ from ._parameters import PLAIN, beside, could_be_packed, is_packed_format, store
 from ._release import check_release
 from ._sharding import is_packed, stored
 from ._signatures import ADAMW_NAMES
+from .rules import class_and_options
 from .streaming import BUFFER_BYTES, BUFFERS
 
 __all__ = ["Plan", "PlanRow", "plan"]
@@ -506,6 +507,7 @@ def plan(
     for recipe in (
         [recipes] if isinstance(recipes, str) else RECIPES if recipes is None else recipes
     ):
+        class_and_options(recipe)  # refuses ema, which trains nothing
         recipe = _abi.recipe_full(recipe)
         rule = _abi.rules[recipe.split("/")[0]]
         streamed = has_products(rule)  # what CPUOffload does with its matrices

@@ -1,5 +1,6 @@
 #include "io/json.h"
 
+#include "io/numbers.h"
 #include "io/text.h"
 
 /* ---- Characters ---- */
@@ -181,10 +182,12 @@ int hstep_json_real(hstep_json *json, double *number)
         if (!n) return hstep_json_fail(json, "expected digits in the exponent");
         at += n;
     }
+    const char *from = json->text + start;
     char *end;
-    double value = strtod(json->text + start, &end);
-    /* In a locale with another decimal point strtod() stops at the '.'. */
-    if (end != json->text + at) return hstep_json_fail(json, "a number that cannot be read in this locale");
+    double value = strtod(from, &end);
+    /* strtod() stops at the '.', or goes on behind a ',', where the program has set a locale with another point. */
+    if (end != json->text + at && (!hstep_read_double(&from, &value) || from != json->text + at))
+        return hstep_json_fail(json, "a number too long for the locale of this program");
     if (value - value != 0) return hstep_json_fail(json, "the number is too large");
     json->at = at;
     *number = value;

@@ -68,7 +68,7 @@ def run(folder, command, fault=None, log=None, threads=1):
         environment["ASAN_OPTIONS"] = "exitcode=99:allocator_may_return_null=1"
         environment["UBSAN_OPTIONS"] = "halt_on_error=1:exitcode=99"
     elif fault or log:
-        environment["LD_PRELOAD"] = LIBRARY
+        environment["LD_PRELOAD"] = "../faults.so"
     if fault:
         environment["HSTEP_FAULT"] = fault
     if log:
@@ -364,10 +364,12 @@ SCENARIOS = [
 
 
 def make_data(base):
-    """Makes a text as gzip, digits as IDX and gzip, and a checkpoint, beside scenarios' folders."""
+    """Makes a text as gzip, digits as IDX and gzip, and a checkpoint, beside scenarios' folders.
+    Also a link to the library for LD_PRELOAD, which is a list that blanks divide."""
     import gzip
     import struct
 
+    os.symlink(os.path.abspath(LIBRARY), os.path.join(base, "faults.so"))
     text = open(os.path.join(SOURCE, "data", "demo.txt"), "rb").read()[:20000]
     with open(os.path.join(base, "data.gz"), "wb") as file:
         file.write(gzip.compress(text, mtime=0))

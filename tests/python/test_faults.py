@@ -10,13 +10,15 @@ import pytest
 SCRIPT = os.path.join(os.path.dirname(__file__), "..", "faults", "python_sweep.py")
 
 
-def test_calls_that_fail():
+def test_calls_that_fail(tmp_path):
     """A failed call raises and leaves the old file. The same call made again gives the same
     bits."""
     library = os.path.join(os.environ.get("HALFSTEP_BUILD", "build"), "tests", "libfaults.so")
     if not os.path.exists(library):
         pytest.skip(f"{library} is not built")
-    environment = {**os.environ, "LD_PRELOAD": os.path.abspath(library)}
+    # LD_PRELOAD is a list, which blanks divide.
+    os.symlink(os.path.abspath(library), tmp_path / "faults.so")
+    environment = {**os.environ, "LD_PRELOAD": str(tmp_path / "faults.so")}
     done = subprocess.run(
         [sys.executable, SCRIPT, "--short"],
         env=environment,

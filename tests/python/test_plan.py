@@ -14,6 +14,7 @@ from test_cuda import fake, gpu  # noqa: F401
 from torch import nn
 
 import halfstep
+from halfstep import __main__ as program
 from halfstep import _abi
 from halfstep._torch import warn_once
 from halfstep.plan import Plan, plan
@@ -45,6 +46,18 @@ def optimizer_of(recipe, shapes):
     params = {name: nn.Parameter(torch.randn(shape).to(dtype)) for name, shape in shapes.items()}
     options = {"weights": weights} if dtype != torch.float32 else {}
     return class_of(rule)(params.items(), states=states[0] if states else None, **options), params
+
+
+@pytest.mark.parametrize("recipe", ["ema", "ema/bf16"])
+def test_what_trains_nothing_is_refused(recipe, capsys):
+    for recipes in (recipe, ["adamw/f32", recipe]):
+        with pytest.raises(ValueError, match="'ema' is not an optimizer, it averages weights"):
+            plan({"weight": (64, 64)}, recipes)
+    assert program.main(["plan", "7B", "--recipes", recipe]) != 0
+    captured = capsys.readouterr()
+    told = "'ema' is not an optimizer, it averages weights; use halfstep.EMA"
+    assert captured.err == f"python -m halfstep plan: {told}\n"
+    assert not captured.out
 
 
 @pytest.mark.parametrize("rule", RULES)

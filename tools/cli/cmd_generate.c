@@ -24,7 +24,8 @@ struct generate {
 
 static const struct option rows[] = {
     {"checkpoint", OPTION_STRING, AT(checkpoint), "PATH", NULL, 0, 0, OPTION_REQUIRED, NULL,
-     "checkpoint of the model: the directory of train lm --checkpoint, or the file of --store"},
+     "what train lm --init takes: a checkpoint of train lm, or a folder, file or index of safetensors with its "
+     "config.json"},
     {"prompt", OPTION_STRING, AT(prompt), "TEXT", "", 0, 0, 0, NULL, "text to continue"},
     {"bytes", OPTION_INTEGER, AT(bytes), "N", "200", 0, 1 << 24, 0, NULL, "number of bytes to generate"},
     {"temperature", OPTION_NUMBER, AT(temperature), "X", "0.8", 0, 100, 0, NULL,
@@ -35,7 +36,8 @@ static const struct option rows[] = {
     OPTION_JSON(struct generate),
 };
 
-/* Returns 1 if the checkpoint's rule evaluates an average of the weights that it trains. */
+/* Returns 1 if the checkpoint's rule evaluates an average of the weights that it trains. Files of another program, NULL
+ * here, say nothing of a rule. */
 static int uses_averages(const halfstep_checkpoint *checkpoint)
 {
     const char *recipe = halfstep_checkpoint_value(checkpoint, "recipe");
@@ -172,32 +174,37 @@ static int generate(struct args *args, void *options)
     const struct generate *g = options;
     (void)args;
     char error[1024] = "", note[600];
-    halfstep_checkpoint *checkpoint = NULL;
+    struct model_files files = {0};
     struct model_tensors model = {NULL, 0, NULL};
     struct lm_config shape;
-    if (store_file_is(g->checkpoint)) return generate_from_store(g);
-    if (halfstep_open_checkpoint(&checkpoint, g->checkpoint, NULL, error, sizeof error) != HALFSTEP_OK)
-        return failure("generate", "%s", error);
-    const char *path = halfstep_checkpoint_path(checkpoint, "model.safetensors");
-    int status = 1;
     struct lm_weight *weights = NULL;
-    int tensors = 0;
-    if (!path) {
-        snprintf(error, sizeof error, "%s: the checkpoint has no model.safetensors", g->checkpoint);
-    } else if (checkpoint_read_shape(g->checkpoint, 0, &shape, note, sizeof note, error, sizeof error) == 0 &&
-               model_tensors_open(path, &model, error, sizeof error) == 0 &&
-               model_tensors_check(&model, &shape, error, sizeof error) == 0) {
+    int status = 1, tensors = 0;
+    if (store_file_is(g->checkpoint)) return generate_from_store(g);
+    int bad = model_files_find(g->checkpoint, 0, &files, error, sizeof error);
+    if (!bad) bad = checkpoint_read_shape(g->checkpoint, 0, &shape, note, sizeof note, error, sizeof error);
+    if (bad > 0)
+        snprintf(error, sizeof error,
+                 "%.300s has no config.json beside it, which says how many heads the model has; put it there, or make "
+                 "a checkpoint by train lm --init",
+                 g->checkpoint);
+    if (!bad && note[0]) {
+        plain_print(stderr, note);
+        fputc('\n', stderr);
+    }
+    if (!bad) bad = model_tensors_open(files.model, &model, error, sizeof error);
+    if (!bad) bad = model_tensors_check(&model, &shape, error, sizeof error);
+    if (!bad) {
         tensors = lm_tensor_count(&shape);
         weights = calloc((size_t)tensors, sizeof *weights);
-        if (!weights) snprintf(error, sizeof error, "out of memory");
-        else if ((uses_averages(checkpoint) ? load_averages(g->checkpoint, &shape, weights, error, sizeof error)
-                                            : load_weights(&model, &shape, weights, error, sizeof error)) == 0)
+        if (!weights) no_memory(error, sizeof error);
+        else if ((uses_averages(files.checkpoint) ? load_averages(g->checkpoint, &shape, weights, error, sizeof error)
+                                                  : load_weights(&model, &shape, weights, error, sizeof error)) == 0)
             status = write_text(g, &shape, weights, error, sizeof error);
     }
     for (int i = 0; weights && i < tensors; i++) free((void *)weights[i].data);
     free(weights);
     model_tensors_close(&model);
-    halfstep_close_checkpoint(checkpoint);
+    model_files_close(&files);
     return status && error[0] ? failure("generate", "%s", error) : status;
 }
 

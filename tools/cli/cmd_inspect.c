@@ -12,6 +12,7 @@
 #include "common/args/args.h"
 #include "common/document.h"
 #include "trainer/files/checkpoint.h"
+#include "trainer/files/model_files.h"
 #include "trainer/files/packed_list.h"
 #include "trainer/files/store_file.h"
 #include "trainer/files/trainer_file.h"
@@ -386,6 +387,24 @@ static int inspect_store(const char *path, const struct inspect *inspect)
     return status;
 }
 
+/* Refuses a model of another program in a folder or behind an index, and names a file of it. Returns 0 if the path
+ * leads to none. */
+static int refuse_model(const char *path)
+{
+    char error[1024];
+    struct model_files files;
+    struct model_tensors model = {NULL, 0, NULL};
+    int status = 0;
+    if (model_files_find(path, 1, &files, error, sizeof error) != 0) return 0;
+    if (model_tensors_open(files.model, &model, error, sizeof error) != 0) status = failure("inspect", "%s", error);
+    else
+        status = failure("inspect", "%s is a model in %zu file%s, not a checkpoint; inspect a file, such as %s", path,
+                         model.parts, model.parts == 1 ? "" : "s", model.part[0].path);
+    model_tensors_close(&model);
+    model_files_close(&files);
+    return status;
+}
+
 static int inspect_path(const char *path, const struct inspect *inspect)
 {
     char error[1024], why[1024];
@@ -405,7 +424,9 @@ static int inspect_path(const char *path, const struct inspect *inspect)
         return status;
     }
     struct stat status;
-    int folder = stat(path, &status) == 0 && S_ISDIR(status.st_mode);
+    const int exists = stat(path, &status) == 0, folder = exists && S_ISDIR(status.st_mode);
+    if (code == HALFSTEP_ERROR_NAME && (folder || (exists && has_suffix(path, ".json"))) && refuse_model(path))
+        return 1;
     return failure("inspect", "%s", folder || code != HALFSTEP_ERROR_NAME ? error : why);
 }
 

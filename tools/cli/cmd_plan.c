@@ -25,8 +25,7 @@ struct plan {
 #define AT(member) offsetof(struct plan, member)
 
 static const struct option option_rows[] = {
-    {"params", OPTION_NUMBER, AT(params), "N", NULL, 1, 1e15, 0, NULL,
-     "number of parameters of the model, such as 7e9 or 7B"},
+    {"params", OPTION_NUMBER, AT(params), "N", NULL, 1, 1e15, 0, NULL, "parameters of the model, such as 7e9 or 7B"},
     {"memory", OPTION_BYTES, AT(memory), "BYTES", NULL, 0, 0, 0, NULL, "memory to fit into; 24G is 24 * 2^30 bytes"},
     {"rule", OPTION_CHOICE, AT(rule), "NAME", "adamw", 0, 0, 0, rule_name, "rule whose recipes are listed"},
     {"recipes", OPTION_RECIPES, AT(recipes), "R,R,...", NULL, 0, 0, 0, NULL, "list only these recipes, of any rule"},
@@ -452,8 +451,7 @@ static int plan_all(struct args *args, void *options)
         .width = (int)plan->width, .depth = (int)plan->depth, .heads = (int)plan->heads, .context = (int)plan->context};
     if (!plan->store && (plan->bandwidth > 0 || plan->step_time > 0))
         return usage_error("plan", "--%s needs --store", plan->bandwidth > 0 ? "bandwidth" : "step-time");
-    int sources = args_given(args, "params") + args_given(args, "checkpoint") + args_given(args, "width");
-    if (sources != 1)
+    if (args_given(args, "params") + args_given(args, "checkpoint") + args_given(args, "width") != 1)
         return usage_error("plan", "give the size of the model by one of --params, --checkpoint, --width");
     if (plan->checkpoint) {
         char note[600];
@@ -463,16 +461,18 @@ static int plan_all(struct args *args, void *options)
         if (status) return failure("plan", "%s", error);
     }
     if (plan->width && lm_config_check(&shape, error, sizeof error) != 0) return usage_error("plan", "%s", error);
-    for (int i = plan->recipes.n ? 0 : -1; plan->release && i < plan->recipes.n; i++) {
+    for (int i = plan->recipes.n ? 0 : -1; i < plan->recipes.n; i++) {
         const char *recipe = i < 0 ? plan->rule : plan->recipes.item[i];
-        if (rule_info(recipe_rule(recipe)).totals)
+        if (rule_info(recipe_rule(recipe)).raw_gradient)
+            return usage_error("plan", "--%s: %s follows weights that another optimizer trains; name a rule that does",
+                               i < 0 ? "rule" : "recipes", rule_info(recipe_rule(recipe)).name);
+        if (plan->release && rule_info(recipe_rule(recipe)).totals)
             return usage_error("plan", "--release: %s needs the gradients of all tensors before it steps any", recipe);
     }
-    int shaped = !args_given(args, "params");
+    int shaped = !args_given(args, "params"), n = 0;
     double params = shaped ? (double)lm_parameter_count(&shape) : plan->params;
     struct forecast *list = calloc(CAPACITY, sizeof *list);
     if (!list) return failure("plan", "out of memory");
-    int n = 0;
     for (int i = 0; i < plan->recipes.n; i++)
         if (make_forecast(plan, shaped ? &shape : NULL, plan->recipes.item[i], &list[n]) == 0) n++;
     if (plan->recipes.n == 0) {

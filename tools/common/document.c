@@ -1,6 +1,7 @@
 #include "common/document.h"
 
 #include <errno.h>
+#include <inttypes.h>
 #include <jansson.h>
 #include <math.h>
 #include <stdio.h>
@@ -54,6 +55,14 @@ void put_text(struct document *document, json_t *in, const char *key, const char
 void put_integer(struct document *document, json_t *in, const char *key, int64_t number)
 {
     put(document, in, key, json_integer(number));
+}
+
+void put_seed(struct document *document, json_t *in, uint64_t seed)
+{
+    char text[32];
+    snprintf(text, sizeof text, "%" PRIu64, seed);
+    if (seed <= INT64_MAX) put_integer(document, in, "seed", (int64_t)seed);
+    else put_text(document, in, "seed", text);
 }
 
 void put_number(struct document *document, json_t *in, const char *key, double number)

@@ -26,6 +26,8 @@ json_t *put_array(struct document *document, json_t *in, const char *key);
 void put_text(struct document *document, json_t *in, const char *key, const char *text);
 void put_bytes(struct document *document, json_t *in, const char *key, const void *bytes, size_t n);
 void put_integer(struct document *document, json_t *in, const char *key, int64_t number);
+/* Puts "seed". One above 2^63 - 1 does not fit a JSON integer, so it becomes a string. */
+void put_seed(struct document *document, json_t *in, uint64_t seed);
 /* Puts a number with 10 digits. NaN and infinities become null, because JSON cannot write them. */
 void put_number(struct document *document, json_t *in, const char *key, double number);
 void put_flag(struct document *document, json_t *in, const char *key, int flag);

@@ -25,7 +25,7 @@ void progress_open(struct progress *progress, FILE *out, int quiet)
     progress->out = out;
     progress->quiet = quiet;
     const char *term = getenv("TERM"), *no_colour = getenv("NO_COLOR");
-    progress->live = !quiet && isatty(fileno(out)) && term && strcmp(term, "dumb") != 0;
+    progress->live = !quiet && isatty(fileno(out)) && term && term[0] && strcmp(term, "dumb") != 0;
     progress->colour = progress->live && !(no_colour && no_colour[0]);
 }
 
@@ -49,7 +49,8 @@ void progress_begin(struct progress *progress, int64_t first, int64_t total)
 static int columns(const struct progress *progress)
 {
     struct winsize size;
-    if (ioctl(fileno(progress->out), TIOCGWINSZ, &size) != 0 || size.ws_col < 20) return 80;
+    /* A terminal that does not know its width says 0. */
+    if (ioctl(fileno(progress->out), TIOCGWINSZ, &size) != 0 || !size.ws_col) return 80;
     return size.ws_col;
 }
 

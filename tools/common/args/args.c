@@ -62,8 +62,10 @@ static int set_number(const struct option *option, void *target, const char *tex
     double v;
     int bytes = option->kind == OPTION_BYTES, whole = option->kind != OPTION_NUMBER;
     if ((bytes ? parse_bytes(text, &v) : parse_number(text, &v)) != 0) {
-        snprintf(error, error_bytes, "--%s: \"%s\" is not a number%s", option->name, text,
-                 bytes ? " of bytes (such as 24G)" : "");
+        snprintf(error, error_bytes, "--%s: \"%s\" is not a %s", option->name, text,
+                 bytes   ? "number of bytes (such as 24G)"
+                 : whole ? "whole number (such as 2000 or 2k)"
+                         : "number (such as 7e9, 7B or 0.001)");
         return 2;
     }
     /* A double above 2^53 may stand for another integer than the one typed. */

@@ -192,6 +192,6 @@ int hyper_check(const char *word, char *error, size_t error_bytes)
         append(names, sizeof names, "%s%s", i ? ", " : "", known);
     }
     if (*names) snprintf(error, error_bytes, "\"%s\" is unknown; known: %s", value, names);
-    else snprintf(error, error_bytes, "\"%s\" is not a number", value);
+    else snprintf(error, error_bytes, "\"%s\" is not a number (such as 0.9 or 1e-3)", value);
     return -1;
 }

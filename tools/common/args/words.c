@@ -48,7 +48,8 @@ struct suffix {
     double factor;
 };
 
-static const struct suffix count_suffixes[] = {{"k", 1e3}, {"K", 1e3}, {"M", 1e6}, {"G", 1e9}, {"B", 1e9}, {"T", 1e12}};
+static const struct suffix count_suffixes[] = {{"k", 1e3}, {"K", 1e3}, {"M", 1e6}, {"G", 1e9},
+                                               {"B", 1e9}, {"b", 1e9}, {"T", 1e12}};
 static const struct suffix byte_suffixes[] = {
     {"B", 1},      {"K", 0x1p10},   {"k", 0x1p10},   {"M", 0x1p20},   {"G", 0x1p30},
     {"T", 0x1p40}, {"KiB", 0x1p10}, {"MiB", 0x1p20}, {"GiB", 0x1p30}, {"TiB", 0x1p40},

@@ -17,8 +17,7 @@ enum { RATE_BYTES = 320 };
 static const struct option compare_rows[] = {
     {"recipes", OPTION_STRING, offsetof(struct compare_options, recipes), "R,R,...", NULL, 0, 0, 0, NULL,
      "recipes to compare; the first is the reference. R@LR has a learning rate of its own; other options of a recipe "
-     "follow it: "
-     "adamw/bf16-sr:lr=2e-4:clip=1"},
+     "follow it: adamw/bf16-sr:lr=2e-4:clip=1"},
     {"seeds", OPTION_INTEGER, offsetof(struct compare_options, seeds), "N", "1", 1, REPORT_MAX_SEEDS, 0, NULL,
      "runs of each recipe, with seeds from --seed upwards"},
     {"out", OPTION_STRING, offsetof(struct compare_options, out), "DIR", "halfstep-compare", 0, 0, 0, NULL,
@@ -242,14 +241,13 @@ static int has_saved(const char *checkpoint)
     return code != HALFSTEP_ERROR_NAME;
 }
 
-/* Sets the run's own log and checkpoint, and creates the folder above the checkpoint. */
+/* Sets the run's own log and checkpoint. */
 static int set_paths(struct compare *compare, const struct report_run *run, struct run_config *config,
                      struct run_paths *paths, char *error, size_t error_bytes)
 {
     if (compare_name_paths(compare, run, paths) != 0) return no_memory(error, error_bytes);
     if (config->log) config->log = paths->log;
     if (!config->checkpoint) return 0;
-    if (compare_make_folder(config->checkpoint, error, error_bytes) != 0) return 1;
     config->checkpoint = paths->checkpoint;
     if (config->resume) config->resume = has_saved(config->checkpoint);
     return 0;
@@ -258,17 +256,38 @@ static int set_paths(struct compare *compare, const struct report_run *run, stru
 static void announce(struct compare *compare, struct progress *progress, int at, double started)
 {
     const struct report *report = &compare->report;
-    const struct report_run *run = &report->run[at];
     struct text line = {0};
     if (compare->base.quiet) return;
-    text_add(&line, "run %d of %d: %s", at + 1, report->runs, report->entry[run->entry].name);
-    if (report->seeds > 1) text_add(&line, ", seed %llu", (unsigned long long)run->seed);
+    text_add(&line, "run %d of %d: %s", at + 1, report->runs, report->entry[report->run[at].entry].name);
+    if (report->seeds > 1) text_add(&line, ", seed %llu", (unsigned long long)report->run[at].seed);
     if (at) {
         long left = lround((progress_clock() - started) / at * (report->runs - at));
         text_add(&line, " (about %ld:%02ld left in all)", left / 60, left % 60);
     }
     if (line.data) progress_note(progress, "%s", line.data);
     text_free(&line);
+}
+
+/* Keeps why a run failed, for the report, and says so if there are others. */
+static void keep_failure(struct compare *compare, struct progress *progress, struct report_run *run, const char *error)
+{
+    run->error = args_keep(&compare->args, error);
+    if (!run->error) run->error = "out of memory";
+    if (compare->report.runs > 1)
+        progress_note(progress, "warning: %s failed: %s", compare->report.entry[run->entry].name, error);
+}
+
+/* Says how many runs have failed, and why the first one has. Returns 1, or 0 if none has. */
+static int tell_failures(const struct compare *compare)
+{
+    const struct report *report = &compare->report;
+    const struct report_run *first = NULL;
+    int failed = 0;
+    for (int i = report->runs - 1; i >= 0; i--)
+        if (report->run[i].error) first = &report->run[i], failed++;
+    if (!failed) return 0;
+    return failure(compare->comparison->command, "%d of %d runs failed; %s: %s", failed, report->runs,
+                   report->entry[first->entry].name, first->error);
 }
 
 static int train_all(struct compare *compare)
@@ -290,18 +309,21 @@ static int train_all(struct compare *compare)
             progress_label(&progress, report->entry[run->entry].name);
             status = compare->kind->train(compare, &config, &progress, run, error, sizeof error);
         }
-        if (status != 0) {
-            failure(command, "%s: %s", report->entry[run->entry].name, error);
+        const char *name = report->entry[run->entry].name;
+        if (status == 1 && run->done) progress_note(&progress, "%s: diverged: %s", name, error);
+        else if (status == 1) keep_failure(compare, &progress, run, error);
+        else if (status != 0) {
+            failure(command, "%s: %s", name, error);
             if (report_done(report))
                 failure(command, "%d of %d runs are in %s/report.html", report_done(report), report->runs,
                         compare->options.out);
             return status;
         }
         /* A later write may succeed, so a failed one only warns. */
-        if (i + 1 < report->runs && compare_write_report(compare, error, sizeof error) != 0)
+        if (i + 1 < report->runs && report_done(report) && compare_write_report(compare, error, sizeof error) != 0)
             progress_note(&progress, "warning: %s; the comparison goes on", error);
     }
-    return 0;
+    return report_done(report) ? 0 : tell_failures(compare);
 }
 
 static int plan_runs(struct compare *compare)
@@ -350,6 +372,8 @@ static int prepare(struct compare *compare)
     if (compare->kind->load(compare, error, sizeof error) != 0) return failure(command, "%s", error);
     if (compare_make_folder(compare->options.out, error, sizeof error) != 0)
         return failure(command, "--out: %s", error);
+    if (compare->base.checkpoint && compare_make_folder(compare->base.checkpoint, error, sizeof error) != 0)
+        return failure(command, "--checkpoint: %s", error);
     return compare_describe(compare) == 0 ? 0 : failure(command, "out of memory");
 }
 
@@ -400,10 +424,14 @@ static int conclude(struct compare *compare)
         bad = failure(command, "out of memory");
     }
     fflush(stdout);
-    if (bad) status = 1;
+    if (bad || tell_failures(compare)) status = 1;
     for (int i = 0; i < report->checks; i++) {
         struct text line = {0};
-        if (report->check[i].passed) continue;
+        const int entry = report->check[i].entry;
+        /* A recipe that failed met nothing, and has been told. */
+        if (report->check[i].passed || report_error(report, entry) ||
+            report_error(report, report_reference(report, entry)))
+            continue;
         report_check_text(report, &report->check[i], &line);
         status = failure(command, "expectation not met: %s", text_string(&line));
         text_free(&line);

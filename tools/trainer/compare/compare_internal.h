@@ -23,7 +23,13 @@ struct compare_options {
 
 struct compare;
 
-/* One kind of model. Functions return 0, or the exit status with an error text. */
+/* A line of --help. */
+#define COMPARE_GOES_ON                                                                                              \
+    "A run that diverges is reported as such. If one fails, such as for lack of memory, the others go on, and the\n" \
+    "status is 1.\n"
+
+/* One kind of model. Functions return 0, or the exit status with an error text. A run that diverges is done, and its
+ * training returns 1. */
 struct compare_kind {
     const char *usage, *summary, *notes; /* of --help */
     const char *recipes;                 /* default of --recipes */

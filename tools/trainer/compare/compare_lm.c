@@ -7,7 +7,7 @@ static const char notes[] =
     "Every recipe gets the same first weights, data, order and type of matrix products, so that only the storage "
     "differs.\n"
     "Runs are made one after the other, all recipes with one seed before the next seed; the report is rewritten after "
-    "each.\n"
+    "each.\n" COMPARE_GOES_ON
     "With --checkpoint DIR every run saves into a folder of its own in DIR, and --resume continues each of them.\n";
 
 static int complete(struct compare *compare, char *error, size_t error_bytes)
@@ -44,9 +44,7 @@ static int train(struct compare *compare, const struct run_config *config, struc
 {
     struct run_result result;
     int status = train_run(config, &compare->data.lm, progress, &result, error, error_bytes);
-    if (status == 0 && keep(run, &result) != 0) {
-        status = no_memory(error, error_bytes);
-    }
+    if ((status == 0 || result.diverged) && keep(run, &result) != 0) status = no_memory(error, error_bytes);
     run_result_free(&result);
     return status;
 }

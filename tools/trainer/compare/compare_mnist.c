@@ -9,10 +9,8 @@ static const char notes[] =
     "Every recipe gets the same first weights, images and order. A learning rate that suits one recipe may not suit\n"
     "another: R@LR gives a recipe its own, R@LR/LR/LR one for each size of --batch; recipes without one take --lr. "
     "Runs are\n"
-    "made one after the other, all recipes with one seed before the next seed; the report is rewritten after each. A "
-    "run\n"
-    "that diverges is reported as such.\n"
-    "\n"
+    "made one after the other, all recipes with one seed before the next seed; the report is rewritten after "
+    "each.\n" COMPARE_GOES_ON "\n"
     "  halfstep compare mnist --data mnist --recipes adam/f32@1e-3,lamb/f32@0.01,lamb16@0.01 --batch 128,1024 --seeds "
     "3\n";
 
@@ -49,13 +47,7 @@ static int train(struct compare *compare, const struct run_config *config, struc
 {
     struct mnist_result result;
     int status = mnist_run(config, &compare->data.mnist, progress, &result, error, error_bytes);
-    if (result.diverged) {
-        progress_note(progress, "%s: diverged: %s", compare->report.entry[run->entry].name, error);
-        status = 0;
-    }
-    if (status == 0 && keep(run, &result) != 0) {
-        status = no_memory(error, error_bytes);
-    }
+    if ((status == 0 || result.run.diverged) && keep(run, &result) != 0) status = no_memory(error, error_bytes);
     mnist_result_free(&result);
     return status;
 }

@@ -1,5 +1,6 @@
 #include "trainer/files/model_files.h"
 
+#include <errno.h>
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -88,6 +89,10 @@ static int find_others(struct model_files *files, const char *path, const char *
             return -1;
         }
     } else if (!bad) {
+        if (!exists(path)) {
+            snprintf(error, error_bytes, "cannot open %s: %s", path, strerror(errno));
+            return -1;
+        }
         snprintf(files->model, sizeof files->model, "%s", path);
     }
     if (bad) {
@@ -271,8 +276,15 @@ int model_tensors_find(const struct model_tensors *tensors, const struct lm_tens
         return model_tensor_fits((*part)->path, tensor->name, info, tensor,
                                  packed ? lm_row_bytes(LM_PACKED, tensor->row_length) : 0, error, error_bytes);
     }
-    snprintf(error, error_bytes, "%s: there is no tensor %s; `halfstep inspect FILE` lists the tensors of a file",
-             tensors->path, tensor->name);
+    char whole[MODEL_PATH_BYTES], folder[MODEL_PATH_BYTES];
+    folder_of(tensors->path, folder);
+    /* One of several files of a model was named. */
+    if (!is_index(tensors->path) && join(whole, folder, index_name) == 0 && exists(whole))
+        snprintf(error, error_bytes, "%.400s: there is no tensor %s; the whole model is %.400s", tensors->path,
+                 tensor->name, whole);
+    else
+        snprintf(error, error_bytes, "%s: there is no tensor %s; `halfstep inspect FILE` lists the tensors of a file",
+                 tensors->path, tensor->name);
     return -1;
 }
 

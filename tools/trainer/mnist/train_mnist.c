@@ -185,8 +185,7 @@ static int judge(struct mnist_run *m, int code)
     struct run *run = &m->run;
     run->skipped_now = 0;
     if (run_judge(run, code) != 0) return 1;
-    m->result->diverged = run_count_skip(run) != 0;
-    return m->result->diverged;
+    return run_count_skip(run);
 }
 
 static void show_progress(struct mnist_run *m, int important)
@@ -361,8 +360,10 @@ static double weights_changed(struct mnist_run *m)
         const halfstep_slot_info slot = slot_info(run->optimizer, i, HALFSTEP_SLOT_WEIGHT);
         cnn_init_tensor(&m->shape, i, run->config->seed, cnn_weights(m->model, i));
         const struct first_weights first = {.values = cnn_weights(m->model, i)};
-        if (checkpoint_count_changes(run->config->recipe, &t, &slot, run->weights[i], &first, &changed, NULL, 0) != 0)
-            return NAN;
+        if (checkpoint_count_changes(run->config->recipe, &t, &slot, run->weights[i], &first, &changed, NULL, 0) == 0)
+            continue;
+        run_tell(run, "note: cannot count the weights that have changed: out of memory");
+        return NAN;
     }
     return (double)changed / (double)run->result->params;
 }
@@ -375,7 +376,7 @@ static void fill_result(struct mnist_run *m)
     run_fill_common(run);
     r->params = cnn_parameter_count(&m->shape);
     r->train_loss = history->n_points ? history->point[history->n_points - 1].train_loss : NAN;
-    if (m->result->diverged) r->train_loss = r->val_loss = NAN;
+    if (r->diverged) r->train_loss = r->val_loss = NAN;
     r->activation_bytes = cnn_activation_bytes(m->model);
     for (int i = 0; i < 2; i++) {
         const struct image_set *set = i ? &m->data->test : &m->data->train;
@@ -394,7 +395,7 @@ static int loop(struct mnist_run *m)
     run->started = progress_clock();
     int status = end_epoch(m);
     while (!status && m->epoch < run->config->epochs) status = train_epoch(m);
-    if (status && !m->result->diverged) return status;
+    if (status && !run->result->diverged) return status;
     fill_result(m);
     return status;
 }
@@ -430,7 +431,7 @@ int mnist_run(const struct run_config *config, const struct mnist_data *data, st
 double mnist_accuracy(const struct mnist_result *result)
 {
     size_t n = result->run.history.n_validations;
-    return n && !result->diverged && isfinite(result->run.val_loss) ? result->accuracy[n - 1] : NAN;
+    return n && !result->run.diverged && isfinite(result->run.val_loss) ? result->accuracy[n - 1] : NAN;
 }
 
 void mnist_result_document(struct document *d, const struct mnist_result *result)
@@ -442,7 +443,6 @@ void mnist_result_document(struct document *d, const struct mnist_result *result
     put_number(d, object, "test_loss", result->run.val_loss);
     put_number(d, object, "test_accuracy", mnist_accuracy(result));
     put_number(d, object, "images_per_s", result->images_per_s);
-    put_flag(d, object, "diverged", result->diverged || !isfinite(result->run.val_loss));
     json_t *epochs = put_object(d, object, "epochs");
     json_t *train = put_array(d, epochs, "train_loss");
     for (size_t i = 0; i < history->n_points; i++) put_number(d, train, NULL, history->point[i].train_loss);

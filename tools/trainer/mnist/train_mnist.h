@@ -26,10 +26,9 @@ struct mnist_result {
     double *accuracy; /* after each validation: share of the test images that were classified correctly */
     int64_t batch, epochs, steps_per_epoch;
     double images_per_s; /* of training, without the tests */
-    int diverged;        /* gradients stayed not finite, and the run ended early */
 };
 
-/* Runs the training like train_run(). A run that diverges also ends with status 1, and sets `diverged`. */
+/* Runs the training like train_run(). */
 int mnist_run(const struct run_config *config, const struct mnist_data *data, struct progress *progress,
               struct mnist_result *result, char *error, size_t error_bytes);
 

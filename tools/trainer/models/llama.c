@@ -11,6 +11,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include "base/process/limits.h"
@@ -155,12 +156,17 @@ struct lm *lm_create(const struct lm_config *config, const struct lm_options *op
     }
     struct arena arena = {NULL, 0};
     layout(m, &arena);
-    double machine = fmin((double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE), hstep_memory_limit(""));
-    m->arena = arena.used < machine ? aligned_alloc(64, (size_t)arena.used) : NULL;
+    double most = fmin((double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE), hstep_memory_limit(""));
+    struct rlimit limit;
+    const int limited =
+        getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY && (double)limit.rlim_cur < most;
+    if (limited) most = (double)limit.rlim_cur;
+    m->arena = arena.used < most ? aligned_alloc(64, (size_t)arena.used) : NULL;
     if (!m->arena) {
         snprintf(error, error_bytes,
-                 "a batch of %d x %d of this model needs %.3g GiB of activations; this process may have %.3g", o->batch,
-                 c.context, arena.used * 0x1p-30, machine * 0x1p-30);
+                 "out of memory: a batch of %d x %d of this model needs %.3g GiB of activations; this process may have "
+                 "%.3g GiB in all%s; choose a smaller batch or context",
+                 o->batch, c.context, arena.used * 0x1p-30, most * 0x1p-30, limited ? " (ulimit -v)" : "");
         goto failed;
     }
     m->arena_bytes = (size_t)arena.used;

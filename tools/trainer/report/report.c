@@ -71,6 +71,13 @@ const struct report_run *report_find_run(const struct report *report, int entry,
     return NULL;
 }
 
+const char *report_error(const struct report *report, int entry)
+{
+    for (int i = 0; i < report->runs; i++)
+        if (report->run[i].error && report->run[i].entry == entry) return report->run[i].error;
+    return NULL;
+}
+
 /* Returns the step at which a curve first reached `mark`, NAN if it never did. */
 static double reached(const struct report_curve *curve, double mark)
 {
@@ -255,6 +262,8 @@ void report_sentence(const struct report *report, struct text *out)
     int close[REPORT_MAX_ENTRIES], n_close = 0, clauses = 0;
     double widest = 0;
     for (int i = 0; i < report->entries; i++) report_row(report, i, &row[i]);
+    if (report->entries > 1 && !row[0].validation.n && report_error(report, 0))
+        text_add(out, "The reference %s failed.", report->entry[0].name);
     if (report->entries < 2 || !row[0].validation.n) return;
     if (!isfinite(row[0].validation.mean)) {
         text_add(out, "The reference %s diverged.", report->entry[0].name);
@@ -341,6 +350,7 @@ static void make_cells(const struct report *report, int entry, char cell[COLUMNS
     snprintf(cell[RECIPE], 96, "%s", report_label(report, entry));
     snprintf(cell[COMPUTE], 96, "%s", report->entry[entry].compute);
     snprintf(cell[GRADIENTS], 96, "%s", report->entry[entry].gradients);
+    if (!row.validation.n && report_error(report, entry)) strcpy(cell[LOSS], "failed");
     if (!row.validation.n) return;
     if (report->has_accuracies && isfinite(row.accuracy.mean))
         plus_minus(cell[ACCURACY], 96, "%.3f", 100 * row.accuracy.mean, 100 * row.accuracy.deviation, 3);

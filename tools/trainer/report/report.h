@@ -24,6 +24,7 @@ struct report_run {
     int entry;
     uint64_t seed;
     int done;
+    const char *error; /* why the run failed, or NULL */
     double train_loss, validation_loss, seconds;
     double tokens_per_s;               /* NAN: unknown */
     double weights, gradients, states; /* bytes per parameter */
@@ -102,6 +103,8 @@ struct report_row {
 int report_reference(const struct report *report, int entry);
 /* Returns the finished run of an entry and seed, or NULL. */
 const struct report_run *report_find_run(const struct report *report, int entry, uint64_t seed);
+/* Returns why a run of an entry failed, or NULL. */
+const char *report_error(const struct report *report, int entry);
 const struct report_words *report_words(const struct report *report);
 const char *report_label(const struct report *report, int entry);
 /* Computes the row of an entry in the table. Differences are taken between runs of the same seed, so that their

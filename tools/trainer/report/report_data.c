@@ -133,6 +133,15 @@ void report_document(struct document *d, const struct report *report)
     text_free(&sentence);
     put_text(d, object, "reference", report->entry[0].name);
     put_flag(d, object, "complete", report_done(report) == report->runs);
+    json_t *failed = put_array(d, object, "failed");
+    for (int i = 0; i < report->runs; i++) {
+        const struct report_run *run = &report->run[i];
+        if (!run->error) continue;
+        json_t *one = put_object(d, failed, NULL);
+        put_text(d, one, "recipe", report->entry[run->entry].name);
+        put_seed(d, one, run->seed);
+        put_text(d, one, "error", run->error);
+    }
     put_pairs(d, object, "configuration", report->configuration, report->configurations);
     put_pairs(d, object, "machine", report->machine, report->machines);
     json_t *table = put_array(d, object, "table");

@@ -224,9 +224,19 @@ static void add_curves(struct text *out, const struct report *report, enum curve
         bad |= make_line(report, i, kind, window, &line[i]);
         int color = color_of(report, i);
         if (!line[i].n || (kind == DIFFERENCE && color == 0)) continue;
-        series[n++] = (struct svg_series){
-            report_label(report, i),    color,      line[i].n,    line[i].step, line[i].mean, band ? line[i].low : NULL,
-            band ? line[i].high : NULL, color == 0, kind != TRAIN};
+        struct report_row row;
+        report_row(report, i, &row);
+        /* The losses of a run that diverged may be so large that they would flatten all other lines. */
+        series[n++] = (struct svg_series){.name = report_label(report, i),
+                                          .color = color,
+                                          .n = line[i].n,
+                                          .x = line[i].step,
+                                          .y = line[i].mean,
+                                          .low = band ? line[i].low : NULL,
+                                          .high = band ? line[i].high : NULL,
+                                          .wide = color == 0,
+                                          .markers = kind != TRAIN,
+                                          .loose = !isfinite(row.validation.mean)};
     }
     make_title(&title, report, kind, group);
     if (kind == DIFFERENCE) text_add(&label, "difference, nat");
@@ -294,8 +304,10 @@ static void add_row(struct text *out, const struct report *report, int i)
     text_add(out, "</code></td><td class=\"name\">%s</td><td class=\"name\">%s</td><td>", entry->compute,
              entry->gradients);
     if (!row.validation.n) {
-        text_add(out, "–</td><td>–</td><td>–</td><td>–</td><td>–</td><td>–</td>%s</tr>\n",
-                 report->has_accuracies ? "<td>–</td><td>–</td>" : "");
+        text_add(out, "%s%s</td><td>–</td><td>–</td><td>–</td><td>–</td><td>–</td>%s</tr>\n",
+                 report->has_accuracies ? "–</td><td>" : "",
+                 report_error(report, i) ? "<span class=\"bad\">failed</span>" : "–",
+                 report->has_accuracies ? "<td>–</td>" : "");
         return;
     }
     if (report->has_accuracies) {
@@ -433,6 +445,13 @@ void report_html(const struct report *report, struct text *out)
     text_add(out, "</p>\n");
     if (done < report->runs)
         text_add(out, "<p class=\"bad\">Incomplete: %d of %d runs are done.</p>\n", done, report->runs);
+    for (int i = 0; i < report->runs; i++) {
+        const struct report_run *run = &report->run[i];
+        if (!run->error) continue;
+        text_add_between(out, "<p class=\"bad\">", report->entry[run->entry].name, "");
+        text_add(out, ", seed %llu, failed: ", (unsigned long long)run->seed);
+        text_add_between(out, "", run->error, "</p>\n");
+    }
     if (sentence.n) {
         text_add_between(out, "<p class=\"lead\">", sentence.data, "</p>\n");
     }

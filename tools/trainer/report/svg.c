@@ -134,8 +134,10 @@ static int drawable(const struct svg_chart *chart, double x, double y)
 
 static void find_range(const struct svg_chart *chart, double range[4])
 {
+    int all_loose = 1;
     range[0] = range[2] = INFINITY;
     range[1] = range[3] = -INFINITY;
+    for (int s = 0; s < chart->n; s++) all_loose &= chart->series[s].loose;
     for (int s = 0; s < chart->n; s++) {
         const struct svg_series *series = &chart->series[s];
         for (int i = 0; i < series->n; i++) {
@@ -144,6 +146,7 @@ static void find_range(const struct svg_chart *chart, double range[4])
             double high = series->high && isfinite(series->high[i]) ? series->high[i] : series->y[i];
             range[0] = fmin(range[0], series->x[i]);
             range[1] = fmax(range[1], series->x[i]);
+            if (series->loose && !all_loose) continue;
             range[2] = fmin(range[2], low);
             range[3] = fmax(range[3], high);
         }

@@ -22,6 +22,7 @@ struct svg_series {
     const double *low, *high; /* edges of a band around the line, or NULL */
     int wide;                 /* a broad pale line below the others */
     int markers;              /* a dot with a hover text at each point */
+    int loose;                /* the axis of y need not reach its values, unless all series are loose */
 };
 
 struct svg_chart {

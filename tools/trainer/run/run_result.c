@@ -118,15 +118,13 @@ void run_result_document(struct document *d, const struct run_result *r)
     put_integer(d, object, "micro_steps", r->micro_steps);
     if (r->accumulator[0]) put_text(d, object, "accumulator", r->accumulator);
     else put_null(d, object, "accumulator");
-    /* A seed above 2^63 - 1 does not fit a JSON integer, so it becomes a string. */
-    snprintf(text, sizeof text, "%" PRIu64, r->seed);
-    if (r->seed <= INT64_MAX) put_integer(d, object, "seed", (int64_t)r->seed);
-    else put_text(d, object, "seed", text);
+    put_seed(d, object, r->seed);
     put_integer(d, object, "steps", r->steps);
     put_integer(d, object, "first_step", r->first_step);
     put_integer(d, object, "params", r->params);
     put_number(d, object, "train_loss", r->train_loss);
     put_number(d, object, "val_loss", r->val_loss);
+    put_flag(d, object, "diverged", r->diverged || (r->history.n_validations && !isfinite(r->val_loss)));
     put_number(d, object, "tokens_per_s", r->tokens_per_s);
     put_number(d, object, "seconds", r->seconds);
     put_number(d, object, "optimizer_seconds", r->optimizer_seconds);

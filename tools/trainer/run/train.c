@@ -179,7 +179,7 @@ int run_count_skip(struct run *run)
 {
     run->skips_in_a_row = run->skipped_now ? run->skips_in_a_row + 1 : 0;
     if (run->skips_in_a_row < SKIPS_IN_A_ROW) return 0;
-    run->result->agreed = 1;
+    run->result->agreed = run->result->diverged = 1;
     return run_fail(run, "%d steps in a row had gradients that are %s (last: %s); stopped at step %lld", SKIPS_IN_A_ROW,
                     refused(run), offender(run), (long long)run->step + 1);
 }
@@ -395,6 +395,7 @@ static int loop(struct run *run)
         if ((number = run->dist ? run->signal : interrupt_pending()) != 0) return interrupted(run, number);
         status = train_step(run);
     }
+    if (r->diverged) run_fill_diverged(run);
     if (status) return status;
     if ((number = run->dist ? run->signal : interrupt_pending()) != 0 && run->saved_step != run->step && c->checkpoint)
         return interrupted(run, number);

@@ -148,6 +148,7 @@ struct run_result {
     int threads, release;
     int ranks;             /* number of processes */
     int agreed;            /* all ranks know of the failure; if not, the other ranks still run */
+    int diverged;          /* gradients stayed not finite, and the run ended early */
     uint64_t job_received; /* bytes that all ranks together have received in steps */
     int stored;            /* state_bytes are in a file, with the extra streams of weights */
     int tensors_skip;      /* skipped_steps counts tensors, not steps */
@@ -173,7 +174,8 @@ struct run_result {
 
 /* Runs the training. Returns 0 if it finished, 1 if it failed, and 2 for an impossible configuration, with an error
  * text. Returns 128 + n after signal n: the run then ends after a whole step, and saves if --checkpoint was given. The
- * error text says whether the work was saved. The caller frees `result` in every case. */
+ * error text says whether the work was saved. A run that diverges ends with 1, and its result is filled in. The caller
+ * frees `result` in every case. */
 int train_run(const struct run_config *config, const struct run_data *data, struct progress *progress,
               struct run_result *result, char *error, size_t error_bytes);
 

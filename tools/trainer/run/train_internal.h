@@ -166,5 +166,7 @@ double run_mean_loss(const struct run_history *history);
 /* Sets job_received of the result to the bytes that all ranks have received so far. Collective. */
 int run_count_traffic(struct run *run);
 int run_fill_result(struct run *run);
+/* Fills in the result of a run that diverged. The losses are NaN. A comparison reports it. */
+void run_fill_diverged(struct run *run);
 
 #endif

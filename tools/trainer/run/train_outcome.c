@@ -122,6 +122,16 @@ int run_count_traffic(struct run *run)
     return 0;
 }
 
+void run_fill_diverged(struct run *run)
+{
+    struct run_result *r = run->result;
+    fill_result(run);
+    r->train_loss = r->val_loss = NAN;
+    if (run->dist || run->store) return;
+    holding_hash(&run->holding, &r->state_hash);
+    r->weights_changed = weights_changed(run, &run->holding);
+}
+
 int run_fill_result(struct run *run)
 {
     fill_result(run);
