@@ -39,7 +39,7 @@ mod halfstep {
         name: *const c_char,
         id: u64,
         ndim: i32,
-        reserved: i32,
+        may_be_empty: i32,
         rows: i64,
         row_length: i64,
         part: [i64; 4], // first_row, n_rows, first_column, n_columns
@@ -263,7 +263,7 @@ mod halfstep {
                 name: name.as_ptr(),
                 id: 0,
                 ndim: sizes.len() as i32,
-                reserved: 0,
+                may_be_empty: 0,
                 rows: rows as i64,
                 row_length: (elements / rows.max(1)) as i64,
                 part: [0; 4],

@@ -41,12 +41,14 @@
  * Kahan residual, the error code, or the scales of a block format.
  *
  * ERRORS. Every function that can fail returns int: HALFSTEP_OK, or a negative code below. halfstep_strerror() says
- * what kind of error a code is. halfstep_error_detail() describes the last failure on a handle. A failed call changes
- * nothing. The library never prints, exits or aborts, and allocates nothing inside a step.
+ * what kind of error a code is. Every failure sets a text that says what was wrong, which halfstep_error_detail()
+ * returns. A failed call changes nothing. The library never prints, exits or aborts, and allocates nothing inside a
+ * step.
  *
  * STRUCTURES begin with struct_size, which the caller sets to the sizeof of its header's structure. A smaller size is
  * that of an older header: its missing fields have their defaults, or are not filled in. A larger size is accepted if
- * all bytes that this library does not know are zero, else ARGUMENT. Zero is the default of every field.
+ * all bytes that this library does not know are zero, else ARGUMENT. Zero is the default of every field that says so;
+ * names and sizes have none, and without them a call is refused.
  *
  * BITS. The same inputs, seed and counters give the same bits in weights and states on every instruction set, compiler,
  * thread count and shard layout. docs/numerics.md states the contract.
@@ -97,7 +99,7 @@ HALFSTEP_API int32_t halfstep_version(void);
 #define HALFSTEP_ERROR_NAME        -11 /* an unknown rule, format, hyper-parameter, choice, instruction set ... */
 #define HALFSTEP_ERROR_RANGE       -12 /* a number outside the bounds that the matching info function gives */
 #define HALFSTEP_ERROR_SHAPE       -13 /* rows, columns or a shard that do not fit together or overflow */
-#define HALFSTEP_ERROR_DUPLICATE   -14 /* two tensors with one id */
+#define HALFSTEP_ERROR_DUPLICATE   -14 /* two tensors with one id or one name */
 #define HALFSTEP_ERROR_ORDER       -15 /* a call at the wrong time: a step before states exist, a tensor after them */
 #define HALFSTEP_ERROR_UNSUPPORTED -20 /* a combination that has no meaning, e.g. a block format for a gradient */
 #define HALFSTEP_ERROR_MEMORY      -30 /* the operating system gives no more memory */
@@ -131,35 +133,36 @@ typedef struct halfstep_options {
     int32_t threads;           /* 0: halfstep_default_threads(), asked once; else 1 .. 1024 */
     uint64_t seed;             /* of the random bits */
     halfstep_run_tasks run;    /* NULL: the library's own pool */
-    void *host;                /* first argument of run */
+    void *host;                /* first argument of run; NULL without run */
     const char *device;        /* NULL or "cpu"; "cuda": the first GPU; "cuda:N": number N, from 0 */
     void *stream;              /* of the device, a CUstream (cudaStream_t); NULL: its default stream */
 } halfstep_options;
 
 /* Makes an optimizer without groups or tensors. options may be NULL. After an error *optimizer is NULL. Reads the
  * environment variables of the library; no step does. Errors: NAME for an unknown device, or for a variable HALFSTEP_*
- * with a value that is not known, ARGUMENT for a stream without a device, RANGE, MEMORY. DEVICE if the device cannot be
- * used; halfstep_error_detail(NULL) then says why. */
+ * with a value that is not known, ARGUMENT for a stream without a device or a host without run, RANGE, MEMORY. DEVICE
+ * if the device cannot be used. halfstep_error_detail(NULL) says why. */
 HALFSTEP_API int halfstep_create(const halfstep_options *options, halfstep_optimizer **optimizer);
 /* Frees everything that the library allocated for an optimizer. NULL is allowed. */
 HALFSTEP_API void halfstep_destroy(halfstep_optimizer *optimizer);
 /* Returns a text about the last error or refused step on this handle, or "" if there was none. If the calling thread's
  * last error was on this handle, the text is about that one, otherwise about the last error of any thread. For NULL:
- * returns the text of the thread's last error if that was in halfstep_create() or halfstep_get_device_info(). The text
- * is valid until the thread's next call. */
+ * returns the text of the thread's last error if that was in a call without a handle: halfstep_create(), a function
+ * that takes none, or one that was given NULL. The text is valid until the thread's next call. */
 HALFSTEP_API const char *halfstep_error_detail(const halfstep_optimizer *optimizer);
 
 #define HALFSTEP_ALL_GROUPS (-1) /* in place of a group: all of them, or the optimizer itself */
 
 /* Adds a group, which is a recipe with its hyper-parameters. Writes its index to *group. Errors: NAME and UNSUPPORTED
- * as in halfstep_recipe_full(), ORDER once the states exist. */
+ * as in halfstep_recipe_full(), ORDER once the states exist or an lr is bound. */
 HALFSTEP_API int halfstep_add_group(halfstep_optimizer *optimizer, const char *recipe, int32_t *group);
 HALFSTEP_API int32_t halfstep_group_count(const halfstep_optimizer *optimizer);
 /* Writes the full form of a group's recipe, as halfstep_recipe_full() does. 64 bytes are enough for any. */
 HALFSTEP_API int halfstep_get_group_recipe(const halfstep_optimizer *optimizer, int32_t group, char *text, size_t size);
 /* Sets a hyper-parameter, a double, by name. It is checked against its bounds now and read at each step. NaN is out of
  * bounds. group = HALFSTEP_ALL_GROUPS sets those of the optimizer ("gradient_scale", "clip_norm"), which have no group.
- * For any other name it sets every group whose rule has it. Common to all rules:
+ * For any other name it sets every group that there is by then and whose rule has it. docs/c.md has the names and
+ * defaults of each rule's own. `halfstep info RULE` prints what they mean. Common to all rules:
  *   lr               learning rate; 0 changes no bit of any weight
  *   weight_decay     coefficient of the group's decay mode
  *   reference_lr     "fully-decoupled" decay shrinks weights by (lr / reference_lr) * weight_decay. 0 (not set) stands
@@ -171,25 +174,35 @@ HALFSTEP_API int halfstep_get_group_recipe(const halfstep_optimizer *optimizer, 
  *   cautious         1: moves only elements whose update has the sign of their gradient. Their update is divided by
  *                    their fraction of the tensor (at least 1/1000). Decay is unchanged (Liang et al. 2024). Only for
  *                    rules with halfstep_rule_info.cautious. A step then sums over each tensor first
- *   warmup_steps, total_steps, final_fraction, decay_start, power    of the schedule
+ *   warmup_steps, total_steps, final_fraction, decay_start, power    of the schedule. A step under one that falls is
+ *                    refused (RANGE) while total_steps is 0 or less than warmup_steps
  *   final_decay_fraction    of decay_schedule, which shares total_steps, decay_start and power with the schedule
  *   gradient_scale   (optimizer) gradients are multiplied by it first, e.g. 1 / loss scale
  *   clip_norm        (optimizer) c: gradients are scaled by min(1, c / (norm + 1e-6)). The norm is over all tensors,
  *                    after gradient_scale. 0 turns clipping off
- * Errors: NAME, RANGE; UNSUPPORTED if the rule cannot be cautious; ARGUMENT if the name is the optimizer's and a group
- * is given. ORDER if the states exist and the value changes which states or sums there are: cautious or sgd's momentum,
- * from or to 0, and prodigy's d_group. */
+ * Errors: NAME, whose text lists the names that the rule has; RANGE; UNSUPPORTED if the rule cannot be cautious;
+ * ARGUMENT if the name is the optimizer's and a group is given. ORDER if there is no group yet. ORDER also if the
+ * states exist and the value changes which states or sums there are: cautious or sgd's momentum, from or to 0, and
+ * prodigy's d_group. */
 HALFSTEP_API int halfstep_set_hyper(halfstep_optimizer *optimizer, int32_t group, const char *name, double value);
+/* Writes the present value to *value. For HALFSTEP_ALL_GROUPS there are those of the optimizer only. */
 HALFSTEP_API int halfstep_get_hyper(const halfstep_optimizer *optimizer, int32_t group, const char *name,
                                     double *value);
-/* Sets a choice, whose values are names. Per group (HALFSTEP_ALL_GROUPS sets all of them):
+/* Sets a choice, whose values are names. Per group (HALFSTEP_ALL_GROUPS sets all that there are by then, and is refused
+ * with ORDER if there is none):
  *   decay      "l2": g += weight_decay * w; "decoupled": w -= lr * weight_decay * w (Loshchilov & Hutter 2019);
  *              "fully-decoupled": as "reference_lr" above; "proximal": w = (w - lr * update) / (1 + lr * weight_decay)
  *              (Xie et al. 2022); "cautious": decoupled, but not for elements that the update alone moves away from 0
  *              (Chen et al. 2025). Only for rules with halfstep_rule_info.cautious_decay
- *   schedule   a factor on lr, by the group's count of accepted steps: "constant", "linear", "cosine", "wsd",
- *              "inverse-power" (the schedule of the adamw_bfloat16 package)
- *   decay_schedule    the same as a factor on weight_decay, without warm-up
+ *   schedule   a factor on lr, by the group's count s of accepted steps, from 0. With W, T, F, S for warmup_steps,
+ *              total_steps, final_fraction, decay_start: (s + 1) / W while s < W. Then, with r = (s - W) / (T - W):
+ *                "constant"  1
+ *                "linear"    F + (1 - F) (1 - r)
+ *                "cosine"    F + (1 - F) (1 + cos(pi r)) / 2
+ *                "wsd"       1 while s < D = floor(S T); then F + (1 - F) (1 - sqrt(r)), r = (s - D) / (T - D)
+ *              F from step T on. "inverse-power", of the adamw_bfloat16 package: x = (s + 2) / max(W, 1), from 1 on
+ *              x^power
+ *   decay_schedule    the same as a factor on weight_decay, without warm-up, and F is final_decay_fraction
  *   ns_coefficients  muon's coefficients of each iteration: "given" (ns_a, ns_b, ns_c), "polar-express" (Amsel et al.
  *              2025), "deepseek-v4", "dion". Lists have a least number of iterations; ns_steps counts if it is more.
  *              This is a hyper-parameter, and a choice because its values have names
@@ -208,16 +221,19 @@ HALFSTEP_API int halfstep_get_hyper(const halfstep_optimizer *optimizer, int32_t
 HALFSTEP_API int halfstep_set_choice(halfstep_optimizer *optimizer, int32_t group, const char *choice,
                                      const char *value);
 HALFSTEP_API const char *halfstep_get_choice(const halfstep_optimizer *optimizer, int32_t group, const char *choice);
-/* Writes the lr that the group's next step will use, "lr" times the schedule's factor, to *lr. */
+/* Writes the lr that the group's next step will use, "lr" times the schedule's factor, to *lr. RANGE if such a step is
+ * refused. */
 HALFSTEP_API int halfstep_current_lr(const halfstep_optimizer *optimizer, int32_t group, double *lr);
 
 /* ---- Describe the tensors ---------------------------------------------------------------------------------------- */
 
 /* Describes a tensor and the part of it held here. A tensor is rows x row_length: dimension 0, and everything after it
  * flattened. A tensor of one dimension has n rows of length 1. From 4096 elements up, 1 row of length n is allowed too,
- * which makes flat buffers eligible for block formats. The part held here is a rectangle. Its elements are contiguous,
- * row by row, in the weight, gradient and state buffers. Blocks, random bits and eligibility for block formats depend
- * on the shape of the whole tensor, never on the part.
+ * which makes flat buffers eligible for block formats. A stack of vectors, such as the biases of L layers as one tensor
+ * of L x C, counts as a matrix: it gets block formats. Describe it with ndim = 1 and rows = L * C to have it treated as
+ * vectors are. The part held here is a rectangle. Its elements are contiguous, row by row, in the weight, gradient and
+ * state buffers. Blocks, random bits and eligibility for block formats depend on the shape of the whole tensor, never
+ * on the part.
  *
  * Rules with halfstep_rule_info.matrix step matrices. A tensor of two or more dimensions is one matrix, or a stack of
  * matrices with matrix_rows rows each. A stack of shape [E, M, N] has E * M rows of N, and its matrix_rows is M. It has
@@ -228,12 +244,13 @@ HALFSTEP_API int halfstep_current_lr(const halfstep_optimizer *optimizer, int32_
 #define HALFSTEP_MAX_SPLIT 16
 typedef struct halfstep_tensor {
     uint32_t struct_size;     /* sizeof(halfstep_tensor) */
-    int32_t group;            /* its group, from halfstep_add_group() */
-    const char *name;         /* copied; errors and files name the tensor by it */
+    int32_t group;            /* its group, from halfstep_add_group(); 0: the first */
+    const char *name;         /* copied; errors and files name the tensor by it. UTF-8, and no other tensor's */
     uint64_t id;              /* keys its random bits; 0: a hash of the name, the same on every rank */
     int32_t ndim;             /* dimensions of the original tensor, 0 for a scalar */
-    int32_t reserved;         /* 0 */
-    int64_t rows, row_length; /* the whole tensor */
+    int32_t may_be_empty;     /* 1: the tensor, or the part held here, may have no elements. 0: that is refused,
+                                 because a size was probably forgotten */
+    int64_t rows, row_length; /* the whole tensor. row_length 0 with ndim 0 or 1: 1 */
     int64_t first_row, n_rows, first_column, n_columns; /* the part held here; all four zero: the whole */
     const char *gradient;     /* format of its gradients: "f32", "bf16", "f16" */
     int64_t matrix_rows;      /* rows of each matrix, a divisor of rows; 0: the tensor is one matrix */
@@ -241,8 +258,9 @@ typedef struct halfstep_tensor {
                                           is 0. A 0 ends the list; all 0: one block */
 } halfstep_tensor;
 
-/* Adds a tensor and writes its index to *index. A part of zero elements is allowed. Errors: SHAPE (names the tensor,
- * and the cut that is not on a block boundary), DUPLICATE, NAME, ORDER, UNSUPPORTED. */
+/* Adds a tensor and writes its index to *index. Errors: SHAPE (names the tensor, and the cut that is not on a block
+ * boundary), DUPLICATE for the name or the id of another tensor, NAME for an unknown format and for a name that no file
+ * can hold, ARGUMENT for a missing name or format, ORDER, UNSUPPORTED. */
 HALFSTEP_API int halfstep_add_tensor(halfstep_optimizer *optimizer, const halfstep_tensor *tensor, int32_t *index);
 HALFSTEP_API int32_t halfstep_tensor_count(const halfstep_optimizer *optimizer);
 /* Describes a tensor as it was added, with its actual id, part and matrix_rows in place of zeros. name lives as long as
@@ -284,19 +302,23 @@ HALFSTEP_API int halfstep_get_slot_info(const halfstep_optimizer *optimizer, int
 HALFSTEP_API int halfstep_state_bytes(halfstep_optimizer *optimizer, uint64_t *bytes);
 /* Binds the states to memory and sets them to their initial values: zero bytes, and evenly spread error codes of packed
  * weights (docs/formats.md). The memory is aligned to 64 bytes, has at least halfstep_state_bytes(), and stays the
- * caller's until the handle is destroyed. No tensor or group can be added afterwards. */
+ * caller's until the handle is destroyed. No tensor or group can be added afterwards. Errors: ORDER if the states have
+ * memory already, because steps that they have counted would be lost. */
 HALFSTEP_API int halfstep_bind_states(halfstep_optimizer *optimizer, void *memory, uint64_t bytes);
 /* Does the same with memory of the library: in huge pages where large, with slots staggered. */
 HALFSTEP_API int halfstep_allocate_states(halfstep_optimizer *optimizer);
 
 /* ---- Step -------------------------------------------------------------------------------------------------------- */
 
-/* Makes one update of every tensor. weights[i] and gradients[i] belong to tensor i and are read anew at each call. A
- * NULL gradient leaves that tensor's weights, states and counters alone, but the call still counts as a step of every
+/* Makes one update of every tensor. weights[i] and gradients[i] belong to tensor i and are read anew at each call.
+ * Declare the arrays as void *weights[n] and const void *gradients[n], whatever the elements are: any pointer to
+ * numbers can be stored there without a cast. A float ** is another type, which compilers warn of or refuse. A NULL
+ * gradient leaves that tensor's weights, states and counters alone, but the call still counts as a step of every
  * schedule. For a part without elements pass any non-NULL address, so that its counters keep pace with those of the
  * other shards. NULL weights with a gradient and n > 0 are an error. Gradients are never written. Returns
- * HALFSTEP_NONFINITE, with nothing changed, if a gradient is not finite. Errors: UNSUPPORTED for a part of a tensor,
- * unless nothing has to be known of the rest of it: scan "known-finite", no clipping, a rule of one pass. */
+ * HALFSTEP_NONFINITE, with nothing changed, if a gradient is not finite. Errors: ORDER without tensors or before their
+ * states exist. UNSUPPORTED for a part of a tensor, unless nothing has to be known of the rest of it: scan
+ * "known-finite", no clipping, a rule of one pass. */
 HALFSTEP_API int halfstep_step(halfstep_optimizer *optimizer, void *const *weights, const void *const *gradients);
 
 /* Values of halfstep_call.kind: what a call covers. */
@@ -314,11 +336,11 @@ typedef struct halfstep_ahead {
 typedef struct halfstep_call {
     uint32_t struct_size;         /* sizeof(halfstep_call) */
     int32_t kind;                 /* HALFSTEP_CALL_* */
-    int32_t tensor;               /* its index, for TENSOR */
+    int32_t tensor;               /* its index, for TENSOR; 0 for others */
     int32_t micro;                /* 1: a micro-step: gradients go into the states, and weights do not change */
     void *const *weights;         /* for STEP, a pointer for each tensor; for TENSOR, one pointer. Not read in a
                                      micro-step */
-    const void *const *gradients; /* as weights */
+    const void *const *gradients; /* as weights; NULL for ROUND */
     int64_t *statistics;          /* for halfstep_run_begin(), _norms() and _finish(); NULL for halfstep_run() */
     const halfstep_ahead *ahead;  /* for TENSOR, one: step in advance; for STEP, one for each tensor; NULL: none */
 } halfstep_call;
@@ -423,8 +445,8 @@ typedef struct halfstep_record {
 /* Reads a record. The caller sets its kind and index. */
 HALFSTEP_API int halfstep_get_record(const halfstep_optimizer *optimizer, halfstep_record *record);
 /* Restores a record. To change one field, get the record first. Errors: RANGE for a count above HALFSTEP_MAX_COUNT, or
- * for a number that no update can produce; DUPLICATE for the id of another tensor; ARGUMENT for a scalar or a grid that
- * the tensor does not have. */
+ * for a number that no update can produce; DUPLICATE for the id of another tensor; ARGUMENT for a field of another kind
+ * that is not 0, and for a scalar or a grid that the tensor does not have. */
 HALFSTEP_API int halfstep_set_record(halfstep_optimizer *optimizer, const halfstep_record *record);
 
 /* Return skipped_steps and gradient_norm of the optimizer's record. */
@@ -450,6 +472,12 @@ HALFSTEP_API int halfstep_read_slot(const halfstep_optimizer *optimizer, int32_t
                                     int64_t first_row, int64_t n_rows, float *out);
 HALFSTEP_API int halfstep_write_slot(halfstep_optimizer *optimizer, int32_t tensor, int32_t slot, void *data,
                                      int64_t first_row, int64_t n_rows, const float *in);
+/* Decode or encode the weights of all tensors in one call, for programs that compute in fp32. weights[i] and out[i] or
+ * in[i] belong to tensor i. All of its rows are read or written, as by the functions above. Where the format is f32,
+ * out[i] may be weights[i]. `in` is not written. Large weights are shared out among the threads of a step, as by the
+ * functions above. Errors: ARGUMENT for a NULL pointer of a tensor with elements, before anything is written. */
+HALFSTEP_API int halfstep_read_weights(const halfstep_optimizer *optimizer, void *const *weights, float *const *out);
+HALFSTEP_API int halfstep_write_weights(halfstep_optimizer *optimizer, void *const *weights, float *const *in);
 /* Reads the weights to evaluate, decoded as by halfstep_read_slot(). For schedulefree that is the average x, for other
  * rules the weights themselves. */
 HALFSTEP_API int halfstep_read_average(const halfstep_optimizer *optimizer, int32_t tensor, const void *weight,
@@ -573,7 +601,8 @@ HALFSTEP_API int halfstep_recipe_caveat(const char *recipe, char *text, size_t s
  * hyper-parameters (sgd without momentum). Any out pointer may be NULL. */
 HALFSTEP_API int halfstep_recipe_bytes(const char *recipe, int32_t ndim, int64_t rows, int64_t row_length,
                                        uint64_t *weight, uint64_t *weight_extra, uint64_t *states);
-/* Does the same for a tensor by its ndim, rows, row_length, matrix_rows and split. Its other fields do not count. */
+/* Does the same for a tensor by its ndim, may_be_empty, rows, row_length, matrix_rows and split. Its other fields do
+ * not count. */
 HALFSTEP_API int halfstep_tensor_bytes(const char *recipe, const halfstep_tensor *tensor, uint64_t *weight,
                                        uint64_t *weight_extra, uint64_t *states);
 
@@ -617,8 +646,7 @@ HALFSTEP_API const char *halfstep_isa(void);
  *   check     Before a GPU steps anything of the caller's, it steps small cases of the library's, whose bits must be
  *             those of the processor (DEVICE otherwise). This happens once for each GPU, driver and library;
  *             docs/gpu.md says where it is remembered. HALFSTEP_DEVICE_CHECK=always checks in every process, =never
- *             does not.
- * A handle without tensors cannot step (ORDER). */
+ *             does not. */
 
 /* Waits for everything that was submitted. Returns HALFSTEP_NONFINITE, with the text of the last one, if a step or
  * round was refused since the last call. Returns DEVICE if the device failed. On the processor it always returns
@@ -687,6 +715,8 @@ extern "C" {
  * integers of the first totals of each tensor. The count of TENSOR says where the next tensor's are. The caller gives
  * the sum to one tensor of each handle, with a gradient or without, and 0 to the others. All handles make every step
  * and start from equal scalars: set those of the handle whose first scalar is largest.
+ *
+ * A process that holds no tensor calls halfstep_allocate_states() all the same, and makes all calls of the others.
  *
  * halfstep_statistics_count() and halfstep_norms_offset() read only kind and tensor, and return 0 for an invalid call.
  * The count of ROUND is the same for every handle, NULL included. */
@@ -804,8 +834,8 @@ HALFSTEP_API int halfstep_bind_record(halfstep_optimizer *optimizer, int32_t ten
  * value there when it runs. place is in the memory of the device, and earlier work on the stream may write it. On the
  * processor it is read when a step is called, so no two threads may step at once. The caller keeps the value within its
  * bounds. Only gradient_scale may be not finite: such a step is refused without a wait, as a loss scaler wants it.
- * NULL: the value that was set counts again. Errors: NAME for other hyper-parameters, ARGUMENT for memory that is not
- * the device's. */
+ * NULL: the value that was set counts again. No group can be added while an lr is bound. Errors: NAME for other
+ * hyper-parameters, ORDER if there is no group, ARGUMENT for memory that is not the device's. */
 HALFSTEP_API int halfstep_bind_hyper(halfstep_optimizer *optimizer, int32_t group, const char *name,
                                      const double *place);
 /* Allocate, release and copy memory of the handle's device. Memory is aligned to 64 bytes and must be released before
@@ -819,7 +849,8 @@ HALFSTEP_API int halfstep_device_copy(const halfstep_optimizer *optimizer, void 
 HALFSTEP_API int32_t halfstep_abi(void);
 
 /* Computes the factor of a schedule at a step, counted from 0, without an optimizer, and writes it to *factor. name is
- * a value of the choice "schedule". Errors: NAME, RANGE. */
+ * a value of the choice "schedule". Errors: NAME; RANGE, also for a schedule that falls with total_steps of 0 or less
+ * than warmup_steps. */
 HALFSTEP_API int halfstep_schedule_factor(const char *name, uint64_t step, double warmup_steps, double total_steps,
                                           double final_fraction, double decay_start, double power, double *factor);
 
@@ -831,7 +862,8 @@ HALFSTEP_API uint64_t halfstep_name_id(const char *name);
 HALFSTEP_API int32_t halfstep_isa_count(void);
 HALFSTEP_API const char *halfstep_isa_name(int32_t index);
 HALFSTEP_API int32_t halfstep_isa_available(int32_t index);
-/* Chooses the instruction set of optimizers created afterwards. NULL returns to the default. Errors: NAME. */
+/* Chooses the instruction set of optimizers created afterwards. NULL returns to the default. Errors: NAME; UNSUPPORTED
+ * if this processor or this build does not have it. */
 HALFSTEP_API int halfstep_set_isa(const char *name);
 /* Returns a sentence if HALFSTEP_ISA names an instruction set that is unknown or cannot run here, which
  * halfstep_create() refuses. Otherwise returns NULL. The text is valid until the thread's next call. */

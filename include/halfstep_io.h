@@ -10,9 +10,12 @@
  *   halfstep_save_optimizer(save, optimizer, weights, NULL, error, sizeof error);
  *   halfstep_commit_checkpoint(save, error, sizeof error);          // durable if it returns HALFSTEP_OK
  *
- *   halfstep_open_checkpoint(&checkpoint, "run", NULL, error, sizeof error);
- *   halfstep_load_optimizer(checkpoint, optimizer, weights, NULL, error, sizeof error);
- *   halfstep_close_checkpoint(checkpoint);
+ *   code = halfstep_open_checkpoint(&checkpoint, "run", NULL, error, sizeof error);
+ *   if (code != HALFSTEP_ERROR_NAME) {                              // a new run otherwise
+ *       if (!code) code = halfstep_load_optimizer(checkpoint, optimizer, weights, NULL, error, sizeof error);
+ *       halfstep_close_checkpoint(checkpoint);
+ *       if (code) stop(error);
+ *   }
  *
  * Read a tensor of a model:
  *
@@ -30,13 +33,15 @@
  * ERRORS. Functions return HALFSTEP_OK or a negative code of halfstep.h. If a call takes (error, error_size), a failure
  * writes one line there. It names the file, the tensor or the key, and includes the operating system's message. Success
  * writes an empty string, or a line that begins with "note: " about something the caller should know. error may be NULL
- * with size 0. The library never prints, exits or aborts.
+ * with size 0. After a failed call that makes a handle, the handle is NULL, which the functions that close, abandon or
+ * destroy it take. The library never prints, exits or aborts.
  *
  *   HALFSTEP_ERROR_FORMAT    the contents are corrupt: bad header, wrong size, wrong checksum, impossible values
- *   HALFSTEP_ERROR_MISMATCH  the file is sound, but of another optimizer
+ *   HALFSTEP_ERROR_MISMATCH  the file or checkpoint is sound, but of another optimizer, or without what is asked for
  *   HALFSTEP_ERROR_IO        the operating system refused: no such file, disk full, permission, another process is
  *                            saving
- *   HALFSTEP_ERROR_NAME      the name is not known: unknown dtype, tensor, key; no checkpoint in that directory
+ *   HALFSTEP_ERROR_NAME      the name is not known or not allowed: unknown dtype or tensor, a text that is not UTF-8.
+ *                            From halfstep_open_checkpoint(): there is no checkpoint
  *
  * THREADS. Different handles may be used at the same time. The caller serialises calls on one handle, except that
  * halfstep_read_safetensor may run concurrently on one file.
@@ -67,9 +72,12 @@ extern "C" {
  *
  * A kill or a crash at any instant of a save leaves a directory that opens with the old state or the new one. The next
  * save removes what a crashed save left behind. A save never touches anybody else's files in DIR. It removes an old
- * checkpoint only if the folder holds nothing else, is not write-protected and can be read. Otherwise the save succeeds
- * and its note says so. One process saves into a directory at a time; a second is refused (HALFSTEP_ERROR_IO). A
- * checkpoint that is open for reading is not removed from under its reader. */
+ * checkpoint only if the folder holds nothing else, is not write-protected and can be read. Its step must not be higher
+ * than that of the new one. The process must know the checkpoints there: the current one must be one that it has saved
+ * or opened, and must not have failed to load. Otherwise another run may need them, and the process removes none of
+ * those that were there, then or later. The save succeeds, and its note says what stays. One process saves into a
+ * directory at a time; a second is refused (HALFSTEP_ERROR_IO). A checkpoint that is open for reading is not removed
+ * from under its reader. */
 typedef struct halfstep_checkpoint_save halfstep_checkpoint_save;
 
 typedef struct halfstep_save_options {
@@ -80,9 +88,10 @@ typedef struct halfstep_save_options {
                                 power */
     uint32_t no_links;       /* 1: no links in DIR */
     uint64_t newest;         /* with prune_if: the sequence (halfstep_checkpoint_info) that the caller saved or loaded
-                                last; 0: none */
-    uint32_t prune_if;       /* 1: remove older checkpoints only if the newest one there, at the commit, has the
-                                sequence `newest`. Otherwise somebody else has saved there: all stay, with a note */
+                                last; 0: none, or without prune_if */
+    uint32_t prune_if;       /* 1: the caller says what it knows, in place of what its process has saved and opened.
+                                Older checkpoints are removed, whatever their steps, if the current one has the sequence
+                                `newest` at the commit. Otherwise all stay */
 } halfstep_save_options;
 
 /* Starts a save into dir and creates dir if needed; its parent must exist. options may be NULL. */
@@ -98,7 +107,7 @@ HALFSTEP_API int halfstep_save_value(halfstep_checkpoint_save *save, const char 
                                      size_t error_size);
 /* Makes the checkpoint the current one and frees save, also after a failure. After a failure the directory opens with
  * its earlier state, unless the text says that the new one is already in place. After success the text may be a note
- * about what could not be linked, pruned or tidied. */
+ * about what could not be linked, was not removed or could not be tidied. ORDER if nothing was added. */
 HALFSTEP_API int halfstep_commit_checkpoint(halfstep_checkpoint_save *save, char *error, size_t error_size);
 /* Removes what was written and frees save. NULL is allowed. */
 HALFSTEP_API void halfstep_abandon_checkpoint(halfstep_checkpoint_save *save);
@@ -122,8 +131,8 @@ typedef struct halfstep_checkpoint_info {
 } halfstep_checkpoint_info;
 
 /* Opens path, which is a checkpoint directory or one DIR/checkpoint-N inside it. Returns HALFSTEP_ERROR_NAME if there
- * is no checkpoint at all (path missing, or without a manifest.json). Any other code is about a checkpoint that is
- * there. */
+ * is no checkpoint at all. Any other code is about a checkpoint that is there. FORMAT if DIR/manifest.json is lost, and
+ * the text names a checkpoint. A lone first one is then opened, because a kill of the first save may leave it so. */
 HALFSTEP_API int halfstep_open_checkpoint(halfstep_checkpoint **checkpoint, const char *path,
                                           const halfstep_open_options *options, char *error, size_t error_size);
 HALFSTEP_API void halfstep_close_checkpoint(halfstep_checkpoint *checkpoint); /* NULL is allowed */
@@ -143,9 +152,8 @@ HALFSTEP_API const char *halfstep_checkpoint_value(const halfstep_checkpoint *ch
  *
  * Weights belong to the caller. `weights` is the array that halfstep_step() takes. NULL leaves the weights to the
  * caller, who must keep them to the bit, because residuals and error codes belong to exactly these weights. Tensors are
- * matched by name, in any order, and their names must differ. Tensors of which only a part is here are refused
- * (UNSUPPORTED). States must have memory before saving or loading (halfstep_allocate_states, halfstep_bind_states or
- * halfstep_bind_slot).
+ * matched by name, in any order. Tensors of which only a part is here are refused (UNSUPPORTED). States must have
+ * memory before saving or loading (halfstep_allocate_states, halfstep_bind_states or halfstep_bind_slot), else ORDER.
  *
  * Saving streams from the states where they lie. Loading first checks all that it will read, in pieces of 256 KiB, and
  * changes nothing until all checks have passed:
@@ -169,12 +177,13 @@ typedef struct halfstep_file_options {
     uint32_t settings;              /* reading: HALFSTEP_SETTINGS_* */
     const char *const *leave;       /* reading: names of hyper-parameters and choices, or "seed", that keep their values
                                        here and are not compared; NULL after the last. For instance a "total_steps" that
-                                       has grown */
+                                       has grown. A name that this optimizer does not have is refused (ARGUMENT) */
     uint32_t subset;                /* reading: 1: the file may hold tensors that this optimizer does not have */
     uint32_t reserved;              /* 0 */
     const uint64_t *const *shapes;  /* sizes of tensor i, used if it has more than one dimension and shapes[i] is not
                                        NULL. Otherwise it is written as rows x row_length. For files that others read */
-    const char *optimizer_file;     /* names in a checkpoint; NULL: "optimizer.safetensors" and "model.safetensors" */
+    const char *optimizer_file;     /* names in a checkpoint, NULL for a file by itself. In a checkpoint NULL stands for
+                                       "optimizer.safetensors" and "model.safetensors" */
     const char *model_file;
 } halfstep_file_options;
 
@@ -183,7 +192,8 @@ typedef struct halfstep_file_options {
 HALFSTEP_API int halfstep_save_optimizer(halfstep_checkpoint_save *save, const halfstep_optimizer *optimizer,
                                          void *const *weights, const halfstep_file_options *options, char *error,
                                          size_t error_size);
-/* Loads the optimizer from a checkpoint, and the weights unless weights is NULL. options may be NULL. */
+/* Loads the optimizer from a checkpoint, and the weights unless weights is NULL. options may be NULL: hyper-parameters,
+ * such as rates and lengths of schedules, are then those of the file. MISMATCH if the checkpoint has no such file. */
 HALFSTEP_API int halfstep_load_optimizer(const halfstep_checkpoint *checkpoint, halfstep_optimizer *optimizer,
                                          void *const *weights, const halfstep_file_options *options, char *error,
                                          size_t error_size);
@@ -227,7 +237,8 @@ typedef struct halfstep_store_options {
 } halfstep_store_options;
 
 /* Makes a file with the initial states, and the weights. Fails if the path exists (IO), or if the disk has not enough
- * room (IO; the text has the bytes). The optimizer has all its tensors, and no states yet. options may be NULL. */
+ * room (IO; the text has the bytes). ORDER unless the optimizer has its tensors, and no states yet. options may be
+ * NULL. */
 HALFSTEP_API int halfstep_store_create(const char *path, halfstep_optimizer *optimizer, void *const *weights,
                                        const halfstep_store_options *options, halfstep_store **store, char *error,
                                        size_t error_size);
@@ -290,7 +301,7 @@ typedef struct halfstep_safetensor_info {
     uint64_t begin, end;     /* data_offsets: relative to the first byte after the header */
 } halfstep_safetensor_info;
 
-/* Opens a file and checks its header. On failure *file is NULL. */
+/* Opens a file and checks its header. */
 HALFSTEP_API int halfstep_open_safetensors(halfstep_safetensors **file, const char *path, char *error,
                                            size_t error_size);
 HALFSTEP_API void halfstep_close_safetensors(halfstep_safetensors *file); /* NULL is allowed */

@@ -176,13 +176,9 @@ static int is_equal(int i)
 static int is_trusted(int kernel)
 {
     const halfstep_options options = {.struct_size = sizeof options, .device = "cuda"};
-    const halfstep_tensor t = {.struct_size = sizeof t, .name = "w", .rows = 1, .row_length = 4096, .gradient = "f32"},
-                          matrix = {.struct_size = sizeof t,
-                                    .name = "m",
-                                    .ndim = 2,
-                                    .rows = 16,
-                                    .row_length = 256,
-                                    .gradient = "f32"};
+    const halfstep_tensor
+        t = {.struct_size = sizeof t, .name = "w", .ndim = 1, .rows = 1, .row_length = 4096, .gradient = "f32"},
+        matrix = {.struct_size = sizeof t, .name = "m", .ndim = 2, .rows = 16, .row_length = 256, .gradient = "f32"};
     halfstep_optimizer *o;
     int32_t group, index;
     setenv("HALFSTEP_DEVICE_CHECK", kernel == FUSED ? "always" : "never", 1);

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Keeps files up to date that follow from the library's table of rules: the hash that `python -m
-halfstep verify` expects, the list of rules in docs/choosing.md and of classes in docs/python.md.
-Also the list of the ABI, from the headers. (cmake/stub.py makes the stub of the package with the
-wheel.)
+halfstep verify` expects, and the lists of rules in docs/choosing.md, of hyper-parameters in
+docs/c.md and of classes in docs/python.md. Also the list of the ABI, from the headers.
+(cmake/stub.py makes the stub of the package with the wheel.)
 
     generate.py            names the files that would change, and exits with 1 if there are any
     generate.py --write    writes them
@@ -25,6 +25,21 @@ def between(path, mark, text):
     return before + f"<!-- {mark} -->" + text + "<!-- end -->" + rest.split("<!-- end -->", 1)[1]
 
 
+def hypers(rules):
+    """Returns a table of the rules with the names and defaults of their own hyper-parameters."""
+    lines = ["", "| rule | `lr` | `weight_decay` | decay | its own |", "|---|---|---|---|---|"]
+    common = set.intersection(*(set(rule.hypers) for rule in rules.values()))
+    for name, rule in rules.items():
+        own = [
+            f"`{key}` {hyper.words[int(hyper.initial)] if hyper.words else f'{hyper.initial:g}'}"
+            for key, hyper in rule.hypers.items()
+            if key not in common
+        ]
+        lr, decay = (f"{rule.hypers[key].initial:g}" for key in ("lr", "weight_decay"))
+        lines.append(f"| `{name}` | {lr} | {decay} | `{rule.decay}` | {', '.join(own)} |")
+    return "\n".join(lines) + "\n"
+
+
 def files():
     """The text of each file, by path."""
     sys.path.append(os.path.join(ROOT, "tests"))
@@ -44,6 +59,9 @@ def files():
             os.path.join("docs", "choosing.md"),
             "rules",
             " ".join(f"`{name}`" for name in _abi.rules),
+        ),
+        os.path.join("docs", "c.md"): between(
+            os.path.join("docs", "c.md"), "hypers", hypers(_abi.rules)
         ),
         os.path.join("docs", "python.md"): between(
             os.path.join("docs", "python.md"),

@@ -63,6 +63,7 @@ expect 2 'sgd' train lm --data "$data" --micro-steps 2 --accumulator states --re
 expect 2 'l2' train lm --data "$data" --micro-steps 2 --accumulator states --recipe adam --weight-decay 0.1
 expect 2 'schedulefree' train lm --data "$data" --micro-steps 2 --accumulator states --recipe schedulefree
 expect 2 'ema follows weights' train lm --data "$data" --recipe ema/bf16-sr
+expect 2 '--warmup 10 is above --steps 3, so --schedule linear would never' train lm --data "$data" --steps 3 --warmup 10 --schedule linear
 expect 2 'one of --params, --checkpoint, --width' plan
 expect 2 'bytes' plan --params 7e9 --memory 24Q
 expect 2 'prodigy/f32/f32 needs the gradients of all' plan --params 7e9 --release --recipes adamw/f32,prodigy/f32
@@ -113,6 +114,20 @@ info = json.load(open(sys.argv[1]))
 assert info["version"] == sys.argv[2].split()[1], (info["version"], sys.argv[2])
 assert info["isa"] in info["isas"] and info["threads"] >= 1, info
 assert "adamw" in info["rules"] and "bf16-sr" in info["weight_formats"] and "int8" in info["state_formats"], info
+PY
+# A recipe stands for its rule. Each rule is described, with its own hyper-parameters and the common ones.
+expect 2 'unknown rule "adamx", did you mean adam?' info adamx
+"$halfstep" info adamw/bf16-sr/int8 >rule.txt
+grep -q '^beta2  *0.999  *decay rate of the second moment$' rule.txt || fail "info adamw lacks beta2: $(cat rule.txt)"
+grep -q '^lr  *0.001 ' rule.txt && grep -q '^clip_norm .*(optimizer)$' rule.txt || fail "info adamw: $(cat rule.txt)"
+"$halfstep" info lion --json >rule.json
+valid rule.json "info RULE --json"
+python3 - rule.json <<'PY' || fail "info RULE --json"
+import json, sys
+rule = json.load(open(sys.argv[1]))
+assert (rule["rule"], rule["decay"], rule["states"]) == ("lion", "decoupled", ["exp_avg"]), rule
+values = {hyper["name"]: hyper["default"] for hyper in rule["hyper_parameters"]}
+assert (values["lr"], values["beta1"], values["beta2"], values["total_steps"]) == (1e-4, 0.9, 0.99, 0), values
 PY
 "$halfstep" plan --params 7e9 --memory 24G --json >plan.json
 valid plan.json "plan --json"

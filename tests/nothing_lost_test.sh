@@ -226,13 +226,20 @@ one_run_for_a_log() {
 
 # ---- What was there before ----
 
-# A directory without its manifest.json is not empty. A new run must not prune it, and the old run can be continued.
+# A directory without its manifest.json is not empty. A new run must not prune it, and the old run can be continued. A kill
+# of the first save may leave one checkpoint so, which is resumed as if the pointer were there.
 a_lost_pointer_loses_nothing() {
-    lm --steps 20 --checkpoint run >out
+    lm --steps 20 --checkpoint first >out
+    rm first/manifest.json
+    refused 1 'first already holds a checkpoint of step 20' "${small[@]}" --steps 3 --checkpoint first
+    resume --checkpoint first --steps 24 --json >first.json 2>err || bad "$(cat err)"
     lm --steps 24 --json >whole.json
+    [ "$(value first.json state_hash)" = "$(value whole.json state_hash)" ] || bad "other bits"
+    lm --steps 20 --checkpoint run --checkpoint-every 10 >out
     rm run/manifest.json
-    refused 1 'run: there is no manifest.json; there is another checkpoint: run/checkpoint-20' train lm --checkpoint run --resume
-    refused 1 'holds checkpoint-20, but no manifest.json' "${small[@]}" --steps 3 --checkpoint run
+    lost='run: there is no manifest.json; there is another checkpoint: run/checkpoint-20'
+    refused 1 "$lost" train lm --checkpoint run --resume
+    refused 1 "$lost" "${small[@]}" --steps 3 --checkpoint run
     "$halfstep" inspect run/checkpoint-20 >out || bad "checkpoint-20 is gone"
     resume --checkpoint run/checkpoint-20 --steps 24 --json >rest.json 2>err || bad "$(cat err)"
     [ "$(value rest.json state_hash)" = "$(value whole.json state_hash)" ] || bad "other bits"

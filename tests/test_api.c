@@ -208,17 +208,23 @@ static void test_building(void)
         EXPECT_NAMED(o, halfstep_bind_hyper(o, 0, "beta1", &lr), NAME, "'beta1' cannot be bound");
         EXPECT_NAMED(o, halfstep_bind_hyper(o, 0, "gradient_scale", &lr), NAME, "gradient_scale");
         EXPECT_NAMED(o, halfstep_bind_hyper(o, 7, "lr", &lr), ARGUMENT, "no group 7");
+        EXPECT_NAMED(o, halfstep_add_group(o, "lion", &group), OK, "");
+        ADD_TENSOR(o, .name = "w", .ndim = 0, .rows = 1, .gradient = "f32");
         MUST(halfstep_bind_hyper(o, ALL_GROUPS, "lr", &lr));
-        MUST(halfstep_step(o, NULL, NULL));
+        EXPECT_NAMED(o, halfstep_add_group(o, "lion", &group), ORDER, "before the lr of one is bound");
+        MUST(halfstep_allocate_states(o));
+        void *weights[1] = {values};
+        const void *none[1] = {NULL};
+        MUST(halfstep_step(o, weights, none));
         EQUAL(get_hyper(o, 0, "lr"), lr);
         MUST(halfstep_bind_hyper(o, 0, "lr", NULL));
         lr = 0.5;
-        MUST(halfstep_step(o, NULL, NULL));
+        MUST(halfstep_step(o, weights, none));
         EQUAL(get_hyper(o, 0, "lr"), 1e-3);
         MUST(halfstep_bind_hyper(o, ALL_GROUPS, "gradient_scale", &infinite));
-        EXPECT(halfstep_step(o, NULL, NULL), HALFSTEP_NONFINITE);
+        EXPECT(halfstep_step(o, weights, none), HALFSTEP_NONFINITE);
         MUST(halfstep_bind_hyper(o, ALL_GROUPS, "gradient_scale", NULL));
-        EXPECT(halfstep_step(o, NULL, NULL), OK);
+        EXPECT(halfstep_step(o, weights, none), OK);
         MUST(halfstep_device_allocate(o, sizeof values, &memory));
         MUST(halfstep_device_copy(o, memory, values, sizeof values));
         CHECK((uintptr_t)memory % 64 == 0 && !memcmp(memory, values, sizeof values), "memory of the device");
@@ -310,11 +316,11 @@ static void test_building(void)
             {{.struct_size = 8, .name = "w", .ndim = 2, .rows = 10, .row_length = 100, .gradient = "f32"},
              ARGUMENT,
              ""},
-            {TENSOR("w", 2, 10, 100, .gradient = "f32", .reserved = 1), ARGUMENT, ""},
+            {TENSOR("w", 2, 10, 100, .gradient = "f32", .may_be_empty = 2), ARGUMENT, "may_be_empty = 2"},
             {WHOLE(NULL, 2, 10, 100), ARGUMENT, ""},
             {TENSOR("w", 2, 10, 100, .gradient = "f32", .group = 2), ARGUMENT, ""},
             {TENSOR("w", 2, 10, 100, .gradient = "nonsense"), NAME, "w"},
-            {TENSOR("w", 2, 10, 100, .gradient = NULL), NAME, ""},
+            {TENSOR("w", 2, 10, 100, .gradient = NULL), ARGUMENT, "gradient is NULL"},
             {TENSOR("w", 2, 10, 100, .gradient = "int8"), UNSUPPORTED, ""},
             {WHOLE("enormous", 2, -1, 100), SHAPE, "enormous"},
             {WHOLE("enormous", 2, 10, -1), SHAPE, "enormous"},
@@ -342,7 +348,7 @@ static void test_building(void)
             {WHOLE("vector", 1, 4095, 1), OK, ""},
             {WHOLE("flat", 1, 1, 4096), OK, ""},
             {WHOLE("negative", -1, 1, 4096), SHAPE, ""},
-            {WHOLE("empty", 2, 0, 10), OK, ""},
+            {TENSOR("empty", 2, 0, 10, .gradient = "f32", .may_be_empty = 1), OK, ""},
             {WHOLE("flat", 2, 3, 3), DUPLICATE, "flat"},
             {TENSOR("other", 2, 3, 3, .gradient = "f32", .id = 77), OK, ""},
             {TENSOR("third", 2, 3, 3, .gradient = "f32", .id = 77), DUPLICATE, "third"},
@@ -419,6 +425,62 @@ static void test_building(void)
 
 /* ---- Order, binding, slots --------------------------------------------------------------------------------------- */
 
+/* Writes and reads the weights of a format in one call, with three threads, and row by row, with one. The first two
+ * tensors are too large for one task, and the third has no elements. */
+static void all_weights(const char *format)
+{
+    enum { TENSORS = 4, MOST = 150000 };
+    static const int64_t shape[TENSORS][3] = {{2, 150, 1000}, {1, MOST, 1}, {2, 0, 7}, {2, 3, 50}};
+    halfstep_optimizer *o[2];
+    void *weights[2][TENSORS];
+    float *values[2][TENSORS];
+    uint64_t bytes[2][TENSORS];
+    for (int k = 0; k < 2; k++) {
+        struct source s = {11};
+        o[k] = new_optimizer(text_of("sgd/%s", format), k ? 3 : 1, 0);
+        for (int i = 0; i < TENSORS; i++) {
+            ADD_TENSOR(o[k], .name = text_of("%d", i), .ndim = (int32_t)shape[i][0], .may_be_empty = !shape[i][1],
+                       .rows = shape[i][1], .row_length = shape[i][2], .gradient = "f32");
+            bytes[k][i] = slot_info(o[k], i, WEIGHT).code_bytes;
+            weights[k][i] = zeroed(bytes[k][i]);
+            values[k][i] = zeroed(MOST * 4);
+            for (int64_t j = 0; j < shape[i][1] * shape[i][2]; j++) values[k][i][j] = (float)next_normal(&s);
+        }
+        MUST(halfstep_allocate_states(o[k]));
+    }
+    MUST(halfstep_write_weights(o[1], weights[1], values[1]));
+    for (int i = 0; i < TENSORS; i++)
+        for (int64_t r = 0; r < shape[i][1]; r += shape[i][0] == 1 ? 1000 : 1)
+            MUST(halfstep_write_slot(o[0], i, WEIGHT, weights[0][i], r, shape[i][0] == 1 ? 1000 : 1,
+                                     values[0][i] + r * shape[i][2]));
+    for (int i = 0; i < TENSORS; i++) {
+        const halfstep_slot_info slot[2] = {slot_info(o[0], i, WEIGHT), slot_info(o[1], i, WEIGHT)};
+        CHECK(!memcmp(weights[0][i], weights[1][i], bytes[0][i]) &&
+                  (!slot[0].extra_bytes || !memcmp(slot[0].extra, slot[1].extra, slot[0].extra_bytes)),
+              "%s: tensor %d was written otherwise", format, i);
+        for (int64_t r = 0; r < shape[i][1]; r += shape[i][0] == 1 ? 1000 : 1)
+            MUST(halfstep_read_slot(o[0], i, WEIGHT, weights[0][i], r, shape[i][0] == 1 ? 1000 : 1,
+                                    values[0][i] + r * shape[i][2]));
+    }
+    MUST(halfstep_read_weights(o[1], weights[1], values[1]));
+    for (int i = 0; i < TENSORS; i++)
+        CHECK(!memcmp(values[0][i], values[1][i], (size_t)(shape[i][1] * shape[i][2]) * 4),
+              "%s: tensor %d was read otherwise", format, i);
+    /* Nothing is written if the last tensor lacks its weight, or its values. */
+    void *last = weights[1][TENSORS - 1], *copy = zeroed(bytes[1][0]);
+    memcpy(copy, weights[1][0], bytes[1][0]);
+    values[1][0][0] += 8;
+    weights[1][TENSORS - 1] = NULL;
+    EXPECT_NAMED(o[1], halfstep_write_weights(o[1], weights[1], values[1]), ARGUMENT, "'3': NULL data");
+    weights[1][TENSORS - 1] = last;
+    CHECK(!memcmp(copy, weights[1][0], bytes[1][0]), "%s: a refused call has written", format);
+    free(copy);
+    for (int k = 0; k < 2; k++) {
+        for (int i = 0; i < TENSORS; i++) free(weights[k][i]), free(values[k][i]);
+        halfstep_destroy(o[k]);
+    }
+}
+
 static void test_order(void)
 {
     TEST("calls at the wrong time") {
@@ -456,10 +518,6 @@ static void test_order(void)
         EXPECT(step_tensor(o, -1, w, grad), ARGUMENT);
         EXPECT(step_tensor(o, 0, w, NULL), OK);
         halfstep_destroy(o);
-        /* A handle without tensors steps nothing. */
-        MUST(halfstep_create(NULL, &o));
-        EXPECT(halfstep_step(o, NULL, NULL), OK);
-        halfstep_destroy(o);
     }
     TEST("memory for states is checked") {
         static char memory[1 << 16] __attribute__((aligned(64)));
@@ -474,6 +532,7 @@ static void test_order(void)
         EXPECT(halfstep_bind_states(o, memory, bytes - 1), RANGE);
         memset(memory, 0x55, sizeof memory);
         EXPECT(halfstep_bind_states(o, memory, bytes), OK);
+        EXPECT_NAMED(o, halfstep_bind_states(o, memory, bytes), ORDER, "have memory already");
         CHECK(memory[bytes] == 0x55, "more memory than asked for was written");
         for (int slot = 0; slot < 4; slot++) {
             halfstep_slot_info info = slot_info(o, 0, slot);
@@ -538,6 +597,10 @@ static void test_order(void)
             CHECK(!memcmp(back, again, sizeof back), "%s: a refused write changed something", format);
             one_close(&t);
         }
+    }
+    TEST("all weights are read and written at once, by several threads, with the bits of row by row") {
+        for (int32_t row = 0; row < halfstep_format_count(); row++)
+            if (format_for(row, HALFSTEP_ROLE_WEIGHT)) all_weights(format_for(row, HALFSTEP_ROLE_WEIGHT));
     }
 }
 

@@ -8,7 +8,28 @@
 
 #include "ref/fixture.h"
 
-#define REFUSED(call) EXPECT(call, ARGUMENT)
+/* The handle that refused calls are about, or NULL: there is none, or the call has none. */
+static halfstep_optimizer *about;
+
+/* Leaves the text of another failure, on the handle and for calls without one. */
+static void leave_text(void)
+{
+    halfstep_options options = {.struct_size = sizeof options, .threads = -7};
+    halfstep_optimizer *none;
+    EXPECT(halfstep_create(&options, &none), RANGE);
+    if (about) EXPECT(halfstep_set_threads(about, -7), RANGE);
+}
+
+/* Fails if the last call of this thread has left the text of a failure before it, or none. */
+static void check_text(int line)
+{
+    const char *alone = halfstep_error_detail(NULL), *text = *alone || !about ? alone : halfstep_error_detail(about);
+    CHECK(*text && !strstr(text, "threads = -7"), "line %d: the text is '%s'", line, text);
+}
+
+/* Checks a call that is refused: its code, and that the text is its own. */
+#define FAILS_WITH(call, code) (leave_text(), EXPECT(call, code), check_text(__LINE__))
+#define REFUSED(call) FAILS_WITH(call, ARGUMENT)
 
 static halfstep_tensor tensor(const char *name, int32_t ndim, int64_t rows, int64_t row_length)
 {
@@ -37,7 +58,7 @@ static halfstep_optimizer *make(const char *recipe, const halfstep_tensor *t)
 
 static void test_null_handle(void)
 {
-    float w[64] = {0}, g[64] = {0}, number;
+    float w[64] = {0}, g[64] = {0}, number, *number_place = &number;
     void *weights[1] = {w};
     const void *gradients[1] = {g};
     int64_t statistics[512] = {0};
@@ -52,7 +73,8 @@ static void test_null_handle(void)
     TEST("no function takes NULL for a handle") {
         REFUSED(halfstep_set_threads(NULL, 1));
         halfstep_destroy(NULL);
-        CHECK(halfstep_error_detail(NULL)[0] == 0, "a sentence of no handle");
+        CHECK(strstr(halfstep_error_detail(NULL), "halfstep_set_threads: optimizer is NULL"), "'%s'",
+              halfstep_error_detail(NULL));
         REFUSED(halfstep_synchronize(NULL));
         REFUSED(halfstep_set_stream(NULL, NULL));
         REFUSED(halfstep_bind_hyper(NULL, 0, "lr", NULL));
@@ -78,6 +100,8 @@ static void test_null_handle(void)
         REFUSED(halfstep_read_slot(NULL, 0, 2, NULL, 0, 1, w));
         REFUSED(halfstep_write_slot(NULL, 0, 2, NULL, 0, 1, w));
         REFUSED(halfstep_read_average(NULL, 0, w, 0, 1, g));
+        REFUSED(halfstep_read_weights(NULL, weights, &number_place));
+        REFUSED(halfstep_write_weights(NULL, weights, &number_place));
         REFUSED(halfstep_step(NULL, weights, gradients));
         CHECK(statistics_count(NULL) == 0 && norms_offset(NULL) == 0 && tensor_statistics_count(NULL, 0) == 0,
               "statistics of no handle");
@@ -138,7 +162,8 @@ static void test_null_pointers(void)
     uint16_t half;
     TEST("no function takes NULL for anything else that it needs") {
         halfstep_tensor t = tensor("w", 2, 1, 64);
-        halfstep_optimizer *o = make("lamb/bf16-sr", &t);
+        halfstep_optimizer *o = about = make("lamb/bf16-sr", &t);
+        float *values[1] = {NULL};
         REFUSED(halfstep_create(NULL, NULL));
         REFUSED(halfstep_bind_hyper(o, 0, NULL, NULL));
         REFUSED(halfstep_device_allocate(o, 1, NULL));
@@ -187,6 +212,12 @@ static void test_null_pointers(void)
         REFUSED(halfstep_write_slot(o, 0, 2, NULL, 0, 1, NULL));
         REFUSED(halfstep_read_average(o, 0, NULL, 0, 1, w));
         REFUSED(halfstep_read_average(o, 0, w, 0, 1, NULL));
+        REFUSED(halfstep_read_weights(o, NULL, values));
+        REFUSED(halfstep_read_weights(o, weights, NULL));
+        REFUSED(halfstep_read_weights(o, weights, values));
+        REFUSED(halfstep_write_weights(o, NULL, values));
+        REFUSED(halfstep_write_weights(o, weights, NULL));
+        REFUSED(halfstep_write_weights(o, weights, values));
         REFUSED(halfstep_step(o, NULL, gradients));
         REFUSED(halfstep_step(o, weights, NULL));
         REFUSED(step_begin(o, NULL, statistics));
@@ -265,6 +296,7 @@ static void test_null_pointers(void)
         CHECK(c.state_steps == 0 && c.writes == 0 && halfstep_skipped_steps(o) == 0, "a refused call has counted");
         MUST(halfstep_step(o, weights, gradients));
         halfstep_destroy(o);
+        about = NULL;
     }
 }
 
@@ -272,7 +304,7 @@ static void test_numbers(void)
 {
     TEST("groups, tensors, rows and names that are not there") {
         halfstep_tensor t = tensor("w", 2, 1, 64);
-        halfstep_optimizer *o = make("adamw", &t);
+        halfstep_optimizer *o = about = make("adamw", &t);
         float w[64] = {0};
         double value;
         char text[64];
@@ -335,18 +367,23 @@ static void test_numbers(void)
         record.grid[1] = 0;
         record.reserved = 1;
         EXPECT_NAMED(o, halfstep_set_record(o, &record), ARGUMENT, "reserved");
-        EXPECT(halfstep_set_isa("sse9"), NAME);
-        EXPECT(halfstep_recipe_bytes("adamw", 2, -1, 1, NULL, NULL, NULL), SHAPE);
-        EXPECT(halfstep_recipe_bytes("adamw", 2, 1, -1, NULL, NULL, NULL), SHAPE);
+        FAILS_WITH(halfstep_set_isa("sse9"), NAME);
+        FAILS_WITH(halfstep_recipe_bytes("adamw", 2, -1, 1, NULL, NULL, NULL), SHAPE);
+        FAILS_WITH(halfstep_recipe_bytes("adamw", 2, 1, -1, NULL, NULL, NULL), SHAPE);
         EXPECT(halfstep_recipe_bytes("adamw", 2, INT64_MAX, 0, &count, NULL, NULL), OK);
         EQUAL(count, 0);
-        EXPECT(halfstep_recipe_bytes("adamw", 2, INT64_MAX / 2, 3, NULL, NULL, NULL), SHAPE);
-        EXPECT(halfstep_recipe_bytes("adamx", 2, 1, 1, NULL, NULL, NULL), NAME);
+        FAILS_WITH(halfstep_recipe_bytes("adamw", 2, INT64_MAX / 2, 3, NULL, NULL, NULL), SHAPE);
+        FAILS_WITH(halfstep_recipe_bytes("adamx", 2, 1, 1, NULL, NULL, NULL), NAME);
+        FAILS_WITH(halfstep_recipe_full("adamw/f32/f32+f32+f32+f32", text, sizeof text), UNSUPPORTED);
+        FAILS_WITH(halfstep_recipe_full("adamw", text, 3), RANGE);
+        FAILS_WITH(halfstep_recipe_caveat("adamw/bf17", text, sizeof text), NAME);
+        FAILS_WITH(halfstep_get_group_recipe(o, 0, text, 3), RANGE);
         halfstep_tensor sized = {.struct_size = sizeof sized, .ndim = 3, .rows = 24, .row_length = 64};
         for (int i = 0; i < 4; i++) {
             static const int64_t rows[] = {0, 8, 7, -8};
             sized.matrix_rows = rows[i];
-            EXPECT(halfstep_tensor_bytes("adafactor", &sized, NULL, NULL, &count), i < 2 ? OK : SHAPE);
+            if (i < 2) EXPECT(halfstep_tensor_bytes("adafactor", &sized, NULL, NULL, &count), OK);
+            else FAILS_WITH(halfstep_tensor_bytes("adafactor", &sized, NULL, NULL, &count), SHAPE);
             /* a number for each row, and for each column of each matrix */
             if (i < 2) EQUAL(count, 4 * (24 + (i ? 3 : 1) * 64));
         }
@@ -363,6 +400,7 @@ static void test_numbers(void)
             EXPECT_NAMED(o, halfstep_accumulate(o, 0, w, not_sums[i], w, "f32", 1), UNSUPPORTED, not_sums[i]);
         EXPECT_NAMED(o, halfstep_accumulate(o, 0, w, "f32", w, "bf16-ecc8", 1), UNSUPPORTED, "bf16-ecc8");
         halfstep_destroy(o);
+        about = NULL;
     }
     TEST("schedules out of range") {
         double value;
@@ -373,12 +411,14 @@ static void test_numbers(void)
                                           {0, 1, 0, 0, 0.5},      {0, NAN, 0, 0, 0}};
         value = 7;
         for (size_t i = 0; i < COUNT(wrong); i++)
-            EXPECT(halfstep_schedule_factor("cosine", 0, wrong[i][0], wrong[i][1], wrong[i][2], wrong[i][3],
-                                            wrong[i][4], &value),
-                   RANGE);
+            FAILS_WITH(halfstep_schedule_factor("cosine", 0, wrong[i][0], wrong[i][1], wrong[i][2], wrong[i][3],
+                                                wrong[i][4], &value),
+                       RANGE);
         EQUAL(value, 7);
         EXPECT(halfstep_schedule_factor("cosine", 0, 0, 1, 0, 0, 0, &value), OK);
-        EXPECT(halfstep_schedule_factor("spiral", 0, 0, 1, 0, 0, 1, &value), NAME);
+        FAILS_WITH(halfstep_schedule_factor("spiral", 0, 0, 1, 0, 0, 1, &value), NAME);
+        FAILS_WITH(halfstep_schedule_factor("linear", 0, 0, 0, 0, 0, 0, &value), RANGE);
+        FAILS_WITH(halfstep_schedule_factor("linear", 0, 6, 5, 0, 0, 0, &value), RANGE);
     }
 }
 
@@ -386,7 +426,7 @@ static void test_shapes(void)
 {
     int32_t index;
     TEST("tensors that contradict themselves, or one another") {
-        halfstep_optimizer *o = make("adamw", NULL);
+        halfstep_optimizer *o = about = make("adamw", NULL);
         halfstep_tensor t = tensor("", 2, 1, 1);
         REFUSED(halfstep_add_tensor(o, &t, &index));
         t = tensor(NULL, 2, 1, 1);
@@ -394,7 +434,7 @@ static void test_shapes(void)
         t = tensor("vector", 1, 5, 7);
         EXPECT_NAMED(o, halfstep_add_tensor(o, &t, &index), SHAPE, "vector");
         t = tensor("point", 0, 5, 7);
-        EXPECT_NAMED(o, halfstep_add_tensor(o, &t, &index), SHAPE, "'point': 0 dimensions need");
+        EXPECT_NAMED(o, halfstep_add_tensor(o, &t, &index), SHAPE, "'point': ndim is 0, a scalar, but there are 5 x 7");
         t = tensor("short row", 1, 1, 4095);
         EXPECT_NAMED(o, halfstep_add_tensor(o, &t, &index), SHAPE, "short row");
         static const int64_t parts[][4] = {{-1, 2, 0, 8}, {0, -2, 0, 8}, {5, 0, 0, 8}, {3, 2, 0, 8},
@@ -405,8 +445,10 @@ static void test_shapes(void)
             EXPECT_NAMED(o, halfstep_add_tensor(o, &t, &index), SHAPE, i < 4 ? "'part': rows" : "'part': columns");
         }
         CHECK(halfstep_tensor_count(o) == 0, "a refused tensor was added");
-        for (int i = 0; i < 2; i++) { /* parts that hold nothing may have any shape */
-            t = tensor(i ? "no row" : "no element", 1, i ? 0 : 7, i ? 7 : 0);
+        for (int i = 0; i < 2; i++) { /* tensors that hold nothing may have any shape, and must be asked for */
+            t = tensor(i ? "no row" : "no element", i ? 1 : 2, i ? 0 : 7, i ? 7 : 0);
+            EXPECT_NAMED(o, halfstep_add_tensor(o, &t, &index), SHAPE, "has no elements");
+            t.may_be_empty = 1;
             add_tensor(o, &t);
         }
         t = tensor("a", 2, 1, 8);
@@ -417,6 +459,7 @@ static void test_shapes(void)
         halfstep_record c = counters_of(o, 2);
         EXPECT_NAMED(o, set_counters(o, 3, &c), DUPLICATE, "'a'");
         halfstep_destroy(o);
+        about = NULL;
     }
     TEST("a rule that steps matrices takes no parts of them") {
         halfstep_optimizer *o = make("muon", NULL);
@@ -424,7 +467,9 @@ static void test_shapes(void)
         EXPECT_NAMED(o, halfstep_add_tensor(o, &t, &index), UNSUPPORTED, "matrix");
         t.n_rows = 64, t.n_columns = 32;
         EXPECT_NAMED(o, halfstep_add_tensor(o, &t, &index), UNSUPPORTED, "columns 0 + 32 (first + number) of 64 x 64");
-        t.n_columns = 0; /* a part without elements is allowed */
+        t.n_columns = 0;
+        EXPECT_NAMED(o, halfstep_add_tensor(o, &t, &index), SHAPE, "n_rows is 64 and n_columns 0");
+        t.may_be_empty = 1;
         add_tensor(o, &t);
         halfstep_destroy(o);
     }
@@ -490,6 +535,7 @@ static void test_shapes(void)
         halfstep_destroy(o);
         /* A tensor without elements needs no weight. */
         t = tensor("empty", 2, 3, 0);
+        t.may_be_empty = 1;
         o = make("lamb", &t);
         EXPECT(halfstep_step(o, weights, gradients), OK);
         halfstep_destroy(o);

@@ -85,8 +85,8 @@ static void three_open(struct three *t, const char *recipe, const char *gradient
     static const int64_t shape[TENSORS][2] = {{1, 1}, {7, 300}, {70, 1}};
     struct source s = {37};
     t->o = new_optimizer(recipe, 1, 42);
-    if (empty_step) MUST(halfstep_step(t->o, NULL, NULL));
-    if (empty_step) MUST(end_round(t->o));
+    if (empty_step) EXPECT(halfstep_step(t->o, NULL, NULL), ORDER);
+    if (empty_step) EXPECT(end_round(t->o), ORDER);
     MUST(halfstep_set_choice(t->o, ALL_GROUPS, "scan", scan));
     for (int i = 0; i < TENSORS; i++)
         ADD_TENSOR(t->o, .name = names[i], .ndim = i == 1 ? 2 : i / 2, .rows = shape[i][0], .row_length = shape[i][1],

@@ -1040,13 +1040,14 @@ static void test_checkpoint_basics(void)
     CHECK(!access(at("basics/checkpoint-9-2/config.json"), F_OK), "the second checkpoint of step 9");
     WORKS(save_keeping(dir, 4, 3));
     OPENS(dir, 4);
-    WORKS(save_keeping(dir, 5, 3));
+    WORKS(save_keeping(dir, 9, 3));
     ENTRIES(dir, "checkpoint-", 3);
-    CHECK(access(at("basics/checkpoint-9"), F_OK), "the oldest is gone");
+    CHECK(access(at("basics/checkpoint-9"), F_OK) && !access(at("basics/checkpoint-9-3/config.json"), F_OK),
+          "the oldest is gone");
     /* A directory of another program stays as it is. */
     if (mkdir(at("basics/checkpoint-1"), 0777)) FAIL("mkdir");
     put_file(at("basics/checkpoint-1/pytorch_model.bin"), "x", 1);
-    WORKS(save_plain(dir, 1));
+    WORKS(save_with(dir, 1, (halfstep_save_options){.prune_if = 1, .newest = 5}, 0));
     OPENS(dir, 1);
     CHECK(!access(at("basics/checkpoint-1/pytorch_model.bin"), F_OK), "another program's checkpoint was touched");
     CHECK(count_entries(dir, "checkpoint-") == 2 && !access(at("basics/checkpoint-1-2/config.json"), F_OK), "names");
@@ -1159,20 +1160,83 @@ static void check_kept(const char *path, long k, const char *what)
     CHECK(opened(path) == k, "%s: %s is no longer whole: %s", what, path, message);
 }
 
-/* prune_if: a checkpoint that another program has saved there since is not removed, whoever saved before. */
+/* Saves in another process. This one learns of it only by opening the directory. */
+static void save_in_another(const char *dir, unsigned k)
+{
+    fflush(stdout);
+    const pid_t child = fork();
+    if (!child) _exit(save_plain(dir, k) != 0);
+    const int status = test_child_status(child);
+    CHECK(WIFEXITED(status) && !WEXITSTATUS(status), "the other process: status %x", status);
+}
+
+/* A save removes what its process knows, by saving or opening it, and nothing with a higher step. */
+static void test_removed(void)
+{
+    const char *dir = at("removed");
+    char stays[64], path[600];
+    const struct {
+        enum { HERE, ELSEWHERE, TOLD, OPEN } how;
+        unsigned k;
+        int left;       /* checkpoints in the directory afterwards */
+        unsigned stays; /* the newest of those that a note names, or 0 */
+    } saves[] = {{HERE, 10, 1, 0},  {HERE, 20, 1, 0},  {ELSEWHERE, 30, 1, 0}, {HERE, 40, 2, 30},
+                 {HERE, 50, 2, 30}, {TOLD, 60, 1, 0},  {ELSEWHERE, 70, 1, 0}, {OPEN, 70, 1, 0},
+                 {HERE, 80, 1, 0},  {HERE, 15, 2, 80}, {HERE, 16, 2, 80},     {HERE, 81, 1, 0},
+                 {HERE, 17, 2, 81}, {TOLD, 18, 1, 0},  {ELSEWHERE, 90, 1, 0}, {HERE, 100, 2, 90}};
+    uint64_t sequence = 0;
+    remove_tree(dir);
+    for (size_t i = 0; i < COUNT(saves); i++) {
+        const unsigned k = saves[i].k;
+        message[0] = 0;
+        if (saves[i].how == OPEN) OPENS(dir, k);
+        else sequence++;
+        if (saves[i].how == HERE) WORKS(save_plain(dir, k));
+        if (saves[i].how == ELSEWHERE) save_in_another(dir, k);
+        if (saves[i].how == TOLD)
+            WORKS(save_with(dir, k, (halfstep_save_options){.prune_if = 1, .newest = sequence - 1}, 0));
+        snprintf(stays, sizeof stays, "1 older checkpoint stays there, such as checkpoint-%u,", saves[i].stays);
+        CHECK(saves[i].stays ? strstr(message, stays) != NULL : !message[0], "save %zu: the note is \"%s\"", i,
+              message);
+        ENTRIES(dir, "checkpoint-", saves[i].left);
+        snprintf(path, sizeof path, "%s/checkpoint-%u/config.json", dir, saves[i].stays);
+        CHECK(!saves[i].stays || !access(path, F_OK), "save %zu: checkpoint-%u is gone", i, saves[i].stays);
+    }
+    OPENS(dir, 100);
+    WORKS(save_with(dir, 110, (halfstep_save_options){.prune_if = 1, .newest = sequence}, 0));
+    ENTRIES(dir, "checkpoint-", 1);
+    /* A process cannot remember any number of directories. In one that it has forgotten, it removes nothing. */
+    mkdir(at("many"), 0777);
+    for (int i = 0; i < 256; i++) {
+        static const halfstep_save_options quick = {.struct_size = sizeof quick, .no_sync = 1};
+        halfstep_checkpoint_save *save;
+        snprintf(path, sizeof path, "%s/%d", at("many"), i);
+        WORKS(halfstep_begin_checkpoint(&save, path, &quick, TEXT));
+        WORKS(halfstep_save_value(save, "k", "v", TEXT));
+        WORKS(halfstep_commit_checkpoint(save, TEXT));
+    }
+    WORKS(save_plain(dir, 120));
+    CHECK(strstr(message, "such as checkpoint-110,"), "forgotten: the note is \"%s\"", message);
+    ENTRIES(dir, "checkpoint-", 2);
+    remove_tree(dir);
+    remove_tree(at("many"));
+}
+
+/* prune_if: what the caller knows counts, and not what the process has saved and opened. */
 static void test_prune_if(void)
 {
-    enum { FIRST, SECOND, UNASKED };
-    const char *dir = at("prune_if"), *says = "another program has saved there: no checkpoint is removed";
-    static const halfstep_save_options options[] = {{.prune_if = 1}, {.prune_if = 1, .newest = 1}, {0}};
+    enum { FIRST, SECOND };
+    const char *dir = at("prune_if");
+    static const halfstep_save_options options[] = {{.prune_if = 1}, {.prune_if = 1, .newest = 1}};
     const struct {
         int options, left;
         const char *says, *what;
-    } saves[] = {
-        {FIRST, 1, NULL, "an empty folder"}, {SECOND, 1, NULL, "only ours"},        {SECOND, 2, says, "another since"},
-        {FIRST, 3, says, "another before"},  {FIRST, 4, says, "without a pointer"}, {UNASKED, 1, NULL, "not asked for"},
-    };
-    for (unsigned k = 1; k <= 6; k++) {
+    } saves[] = {{FIRST, 1, NULL, "an empty folder"},
+                 {SECOND, 1, NULL, "only ours"},
+                 {SECOND, 2, "such as checkpoint-2,", "another since"},
+                 {FIRST, 3, "such as checkpoint-3,", "another before"},
+                 {FIRST, 4, "such as checkpoint-4,", "without a pointer"}};
+    for (unsigned k = 1; k <= COUNT(saves); k++) {
         if (k == 5) unlink(at("prune_if/manifest.json"));
         check_saved(dir, k, save_with(dir, k, options[saves[k - 1].options], 0), saves[k - 1].says, saves[k - 1].what);
         ENTRIES(dir, "checkpoint-", saves[k - 1].left);
@@ -1310,15 +1374,14 @@ static void test_foreign_unreadable(void)
 {
     const char *dir = at("foreign");
     remove_tree(dir);
-    WORKS(save_plain(dir, 1));
-    WORKS(save_keeping(dir, 2, 3));
-    snprintf(gone, sizeof gone, "%s/checkpoint-1", dir);
-    save_beside(dir, 3, "foreign/checkpoint-1", "a disk that is gone");
-    CHECK(access(at("foreign/checkpoint-2"), F_OK), "not pruned");
-    save_beside(dir, 1, "foreign/checkpoint-1", "the same name");
-    CHECK(!access(at("foreign/checkpoint-1-2"), F_OK), "the same name");
+    WORKS(save_plain(dir, 3));
+    WORKS(save_keeping(dir, 3, 3));
+    snprintf(gone, sizeof gone, "%s/checkpoint-3", dir);
+    save_beside(dir, 3, "foreign/checkpoint-3", "a disk that is gone, the same name");
+    CHECK(access(at("foreign/checkpoint-3-2"), F_OK), "not pruned");
+    CHECK(!access(at("foreign/checkpoint-3-3"), F_OK), "the same name");
     gone[0] = 0;
-    check_kept(at("foreign/checkpoint-1"), 1, "a disk that is gone");
+    check_kept(at("foreign/checkpoint-3"), 3, "a disk that is gone");
     save_beside(dir, 4, NULL, "a disk that is back");
     ENTRIES(dir, "checkpoint-", 1); /* a disk that is back */
     /* A leftover on it. */
@@ -1356,8 +1419,8 @@ static void test_foreign_hidden(void)
             remove_tree(dir);
             WORKS(save_plain(dir, 1));
             chmod(hidden, mode);
+            save_beside(dir, 1, "foreign/checkpoint-1", "a folder that cannot be listed, the same name");
             save_beside(dir, 2, "foreign/checkpoint-1", "a folder that cannot be listed");
-            save_beside(dir, 1, "foreign/checkpoint-1", "the same name");
             chmod(hidden, 0700);
             check_kept(hidden, 1, "a folder that cannot be listed");
             save_beside(dir, 3, NULL, "a folder that can be listed again");
@@ -1466,7 +1529,7 @@ static void test_checkpoint_damage(void)
     }
     CHECK(opened_or_fallback(dir) == 20, "fallback without a pointer: %s", message);
     unlink(at("damage/manifest.json"));
-    FAILS(open_code(dir), NAME, "checkpoint-20"); /* no pointer */
+    FAILS(open_code(dir), FORMAT, "checkpoint-20"); /* no pointer */
     free(pointer);
     /* Nothing sound at all. */
     WORKS(save_plain(dir, 30));
@@ -1539,11 +1602,11 @@ static void check_next_save(const char *dir, long call)
  * a note. */
 static void test_failing_calls(void)
 {
-    static const int numbers[] = {ENOSPC, EIO, EDQUOT};
+    static const int numbers[] = {ENOSPC, EIO, EDQUOT, EIO};
     const char *dir = at("failing");
     long calls = 0, errors = 0;
-    for (int variant = 0; variant < 3; variant++) {
-        int with_old = variant < 2;
+    for (int variant = 0; variant < 4; variant++) {
+        int with_old = variant != 2;
         for (long call = 0;; call++) {
             remove_tree(dir);
             if (with_old) WORKS(save_plain(dir, 7));
@@ -1558,6 +1621,10 @@ static void test_failing_calls(void)
             errors += code != 0;
             char text[1024];
             memcpy(text, message, sizeof text);
+            if (variant == 3) { /* a program that saves again without a look */
+                check_next_save(dir, call);
+                continue;
+            }
             long opens = opened(dir);
             if (code) {
                 CHECK(code == IO && strstr(text, scratch), "call %ld: %d \"%s\"", call, code, text);
@@ -1642,6 +1709,7 @@ static void test_sudden_end(void)
                   variant, call, opens, message);
             seen_old += opens != 8;
             seen_new += opens == 8;
+            (void)opened(dir); /* as the next run does */
             check_next_save(dir, call);
             if (!died) break;
         }
@@ -1822,6 +1890,7 @@ int main(int argc, char **argv)
     TEST("checksum") test_checksum();
     TEST("checkpoint: layout and pruning") test_checkpoint_basics();
     TEST("checkpoint: files, values, readers") test_checkpoint_files();
+    TEST("checkpoint: a save removes what its process knows, and nothing of a higher step") test_removed();
     TEST("checkpoint: prune_if: what another program has saved since stays") test_prune_if();
     TEST("checkpoint: a generation that holds something foreign stays, whole") test_foreign_in_generation();
     TEST("checkpoint: a leftover that holds something foreign stays, whole") test_foreign_in_leftovers();

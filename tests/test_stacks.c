@@ -112,6 +112,7 @@ static void open_stack(struct held *h, const struct settings *s, const struct sh
     halfstep_tensor d = {.struct_size = sizeof d,
                          .name = "w",
                          .ndim = shape->stack > 1 ? 3 : 2,
+                         .may_be_empty = !n,
                          .rows = shape->stack * shape->rows,
                          .row_length = shape->columns,
                          .matrix_rows = shape->rows,

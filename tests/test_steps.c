@@ -465,13 +465,18 @@ static void test_orders(void)
             handle_close(&single);
         }
     }
-    TEST("steps of a handle without tensors advance its schedules") {
+    TEST("a process without tensors makes the steps of the others, and none alone") {
         uint64_t steps = 0;
-        int64_t statistics[128];
+        int64_t statistics[512] = {0};
         halfstep_optimizer *o = new_optimizer("adamw", 0, 0);
-        EXPECT(halfstep_step(o, NULL, NULL), OK);
+        MUST(halfstep_allocate_states(o));
+        EXPECT_NAMED(o, halfstep_step(o, NULL, NULL), ORDER, "no tensor to step");
+        EXPECT_NAMED(o, end_round(o), ORDER, "no tensor to step");
         EXPECT(step_begin(o, NULL, statistics), OK);
+        EXPECT(step_norms(o, NULL, NULL, statistics), OK);
         EXPECT(step_finish(o, NULL, NULL, statistics), OK);
+        EXPECT(end_round_begin(o, statistics), OK);
+        EXPECT(end_round_finish(o, statistics), OK);
         MUST(get_group_steps(o, 0, &steps));
         EQUAL(steps, 2);
         halfstep_destroy(o);

@@ -337,7 +337,7 @@ static int bring_weights(struct model *m)
 static void add_layers(struct model *m, const char *gradients)
 {
     for (int t = 0; t < TENSORS; t++) {
-        ADD_TENSOR(m->o, .name = layers[t].name, .ndim = layers[t].ndim, .rows = layers[t].rows,
+        ADD_TENSOR(m->o, .name = layers[t].name, .ndim = layers[t].ndim, .may_be_empty = 1, .rows = layers[t].rows,
                    .row_length = layers[t].row_length, .gradient = gradients);
         m->weight_bytes[t] = slot_info(m->o, t, WEIGHT).code_bytes;
         m->weight[t] = zeroed((size_t)m->weight_bytes[t]);

@@ -169,7 +169,7 @@ class Tensor(_Sized):
         (c_int32, "group"),
         (c_char_p, "name"),
         (c_uint64, "id"),
-        (c_int32, "ndim reserved"),
+        (c_int32, "ndim may_be_empty"),
         (c_int64, "rows row_length first_row n_rows first_column n_columns"),
         (c_char_p, "gradient"),
         (c_int64, "matrix_rows"),

@@ -333,6 +333,8 @@ class Engine:
                 self.handle.options.get("scan", "scan") == "scan",
                 ahead,
             )
+        if not self.members:
+            return _abi.OK, self.handle
         with self.parts[0].states():
             if micro:
                 call = _calls.all_tensors(None, self.gradients, True)
@@ -361,7 +363,8 @@ class Engine:
         if clipped and (self.ranks.needed or len(self.parts) > 1):
             return self.ranks.end_round()
         for part in self.parts:
-            self.check(_calls.run(part, _calls.end_of_round(weights=weights)), part)
+            if part.n:
+                self.check(_calls.run(part, _calls.end_of_round(weights=weights)), part)
         return _abi.OK
 
     def check(self, code, handle):

@@ -171,7 +171,7 @@ def rows_of(shape):
 def fields_of(shape):
     """Returns the fields of the library's tensor structure for a whole tensor."""
     rows, length = rows_of(shape)
-    fields = {"ndim": len(shape), "rows": rows, "row_length": length}
+    fields = {"ndim": len(shape), "rows": rows, "row_length": length, "may_be_empty": 1}
     if isinstance(shape, Laid):
         equal = len(set(shape.blocks)) <= 1
         fields["matrix_rows"] = (

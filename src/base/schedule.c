@@ -49,10 +49,12 @@ static double between(double final, double weight)
     return weight >= 1.0 ? 1.0 : final + part;
 }
 
+int hstep_schedule_falls(int kind) { return kind != HSTEP_SCHEDULE_CONSTANT && kind != HSTEP_SCHEDULE_INVERSE_POWER; }
+
 double hstep_schedule_factor(const struct hstep_schedule *s, uint64_t step)
 {
     if (s->kind == HSTEP_SCHEDULE_INVERSE_POWER) return inverse_power(s, step);
-    int falls = s->kind != HSTEP_SCHEDULE_CONSTANT && s->total > 0;
+    int falls = hstep_schedule_falls(s->kind) && s->total > 0;
     if (falls && step >= s->total) return s->final;
     if (step < s->warmup) return ((double)step + 1.0) / (double)s->warmup;
     if (!falls) return 1.0;

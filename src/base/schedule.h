@@ -21,7 +21,7 @@ enum {
 struct hstep_schedule {
     int kind;
     uint64_t warmup;    /* steps of rising rate; for inverse-power the preheat, where 0 counts as 1 */
-    uint64_t total;     /* steps of the whole run; 0: open-ended, the rate never falls */
+    uint64_t total;     /* steps of the whole run; 0 in a schedule that does not fall */
     double final;       /* factor at and after `total` */
     double decay_start; /* wsd: fraction of `total` where the fall begins; 0.8 is usual */
     double power;       /* inverse-power: exponent, at most 0; -0.5 is usual */
@@ -29,6 +29,9 @@ struct hstep_schedule {
 
 /* Returns the factor for the step that follows `step` accepted ones. The bits are the same on every machine. */
 double hstep_schedule_factor(const struct hstep_schedule *schedule, uint64_t step);
+
+/* Returns 1 for a kind that falls until `total`, and so needs it. */
+int hstep_schedule_falls(int kind);
 
 /* Returns the id of a name, or -1 if it is unknown. The other two return NULL if the id is unknown. */
 int hstep_schedule_find(const char *name);

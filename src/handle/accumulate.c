@@ -90,7 +90,9 @@ static int accumulate(halfstep_optimizer *o, int32_t tensor, void *accumulator, 
 int halfstep_accumulate(halfstep_optimizer *o, int32_t tensor, void *accumulator, const char *format,
                         const void *gradient, const char *gradient_format, double scale)
 {
-    if (!o || !format || !gradient_format) return HALFSTEP_ERROR_ARGUMENT;
+    HSTEP_NEED(o, o);
+    HSTEP_NEED(o, format);
+    HSTEP_NEED(o, gradient_format);
     struct hstep_fp fp = hstep_fp_enter();
     int result = accumulate(o, tensor, accumulator, format, gradient, gradient_format, scale);
     hstep_fp_leave(fp);

@@ -105,7 +105,8 @@ static halfstep_piece streams_of(const struct hstep_tensor *t, int tensor)
 
 int halfstep_ahead_bytes(const halfstep_optimizer *o, int32_t tensor, uint64_t *bytes)
 {
-    if (!o || !bytes) return HALFSTEP_ERROR_ARGUMENT;
+    HSTEP_NEED(o, o);
+    HSTEP_NEED(o, bytes);
     *bytes = 0;
     int error = hstep_check_tensor(o, tensor);
     if (error || (error = check_device(o))) return error;

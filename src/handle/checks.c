@@ -15,7 +15,7 @@ const char *halfstep_strerror(int code)
     case HALFSTEP_ERROR_NAME: return "unknown name";
     case HALFSTEP_ERROR_RANGE: return "value out of range";
     case HALFSTEP_ERROR_SHAPE: return "invalid shape";
-    case HALFSTEP_ERROR_DUPLICATE: return "duplicate tensor id";
+    case HALFSTEP_ERROR_DUPLICATE: return "duplicate name or id";
     case HALFSTEP_ERROR_ORDER: return "call out of order";
     case HALFSTEP_ERROR_UNSUPPORTED: return "unsupported combination";
     case HALFSTEP_ERROR_MEMORY: return "out of memory";
@@ -27,13 +27,6 @@ const char *halfstep_strerror(int code)
     default: return "unknown error";
     }
 }
-
-/* Several threads may fail in calls about single tensors at once, so each thread keeps its last error text and its
- * handle. */
-static _Thread_local struct {
-    uint64_t serial;
-    char text[HSTEP_DETAIL_BYTES];
-} own_detail;
 
 /* Copies the error text to or from the handle, where threads find it that did not fail themselves. A const handle does
  * not promise to keep its error text. */
@@ -52,10 +45,18 @@ int hstep_fail(const halfstep_optimizer *o, int code, const char *format, ...)
     va_start(arguments, format);
     vsnprintf(text, sizeof text, format, arguments);
     va_end(arguments);
-    own_detail.serial = o->serial;
-    memcpy(own_detail.text, text, sizeof text);
+    hstep_fail_alone(code, "%s", text);
+    if (!o) return code;
+    hstep_own_detail()->serial = o->serial;
     copy_detail(o, text, 0);
     return code;
+}
+
+int hstep_fail_struct(const halfstep_optimizer *o, const char *function, const void *structure)
+{
+    char text[HSTEP_DETAIL_BYTES];
+    hstep_describe_struct(text, function, structure);
+    return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "%s", text);
 }
 
 int hstep_fail_memory(const halfstep_optimizer *o, uint64_t bytes, const char *what, ...)
@@ -85,8 +86,9 @@ void hstep_list_formats(char names[HSTEP_DETAIL_BYTES], int roles)
 const char *halfstep_error_detail(const halfstep_optimizer *o)
 {
     static _Thread_local char shown[HSTEP_DETAIL_BYTES];
-    if (!o) return own_detail.serial ? "" : own_detail.text;
-    if (own_detail.serial == o->serial) return own_detail.text;
+    const struct hstep_detail *own = hstep_own_detail();
+    if (!o) return own->serial ? "" : own->text;
+    if (own->serial == o->serial) return own->text;
     copy_detail(o, shown, 1);
     return shown;
 }

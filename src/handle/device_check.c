@@ -214,7 +214,7 @@ static halfstep_call call_of(const struct side *s, int kind, int tensor, int mic
                            .tensor = first,
                            .micro = micro,
                            .weights = s->weights + first,
-                           .gradients = s->gradients + first};
+                           .gradients = kind == HALFSTEP_CALL_ROUND ? NULL : s->gradients + first};
 }
 
 /* Makes a call in three parts on both sides. Compares the sums that the second part adds, whose carries are made. Other

@@ -1,4 +1,4 @@
-/* Handles and groups, and what callers may ask of devices. Arguments are checked here, so that a step has nothing left
+/* Handles and groups. Arguments are checked here, so that a step has nothing left
  * to refuse but gradients. */
 #include <math.h>
 #include <stdarg.h>
@@ -25,6 +25,7 @@ int32_t halfstep_abi(void) { return HALFSTEP_ABI; }
 
 int halfstep_create(const halfstep_options *given, halfstep_optimizer **optimizer)
 {
+    HSTEP_NEED(NULL, optimizer);
     return hstep_create(given, 0, optimizer);
 }
 
@@ -36,20 +37,29 @@ static int check_environment(const halfstep_optimizer *o)
     return wrong ? hstep_fail(o, HALFSTEP_ERROR_NAME, "%s", wrong) : HALFSTEP_OK;
 }
 
+static int fail_threads(const halfstep_optimizer *o, int32_t threads)
+{
+    return hstep_fail(o, HALFSTEP_ERROR_RANGE, "threads = %d is not in [0, 1024]", (int)threads);
+}
+
 int hstep_create(const halfstep_options *given, int checking, halfstep_optimizer **optimizer)
 {
     static atomic_uint_least64_t serial;
     halfstep_options options = {0};
-    if (!optimizer) return HALFSTEP_ERROR_ARGUMENT;
     *optimizer = NULL;
-    if (given && !hstep_take_struct(&options, sizeof options, given)) return HALFSTEP_ERROR_ARGUMENT;
-    if (options.threads < 0 || options.threads > 1024) return HALFSTEP_ERROR_RANGE;
+    if (given && !hstep_take_struct(&options, sizeof options, given))
+        return hstep_fail_struct(NULL, "halfstep_create", given);
+    if (options.threads < 0 || options.threads > 1024) return fail_threads(NULL, options.threads);
+    if (options.host && !options.run)
+        return hstep_fail(NULL, HALFSTEP_ERROR_ARGUMENT, "options: host is the first argument of run, which is NULL");
     const char *rest = "";
     const struct hstep_device *device = hstep_find_device(options.device, &rest);
     if (!device) return HALFSTEP_ERROR_NAME;
-    if (options.stream && !device->open) return HALFSTEP_ERROR_ARGUMENT;
+    if (options.stream && !device->open)
+        return hstep_fail(NULL, HALFSTEP_ERROR_ARGUMENT, "options: the %s has no streams; set device too, or no stream",
+                          device->name);
     halfstep_optimizer *o = calloc(1, sizeof *o);
-    if (!o) return HALFSTEP_ERROR_MEMORY;
+    if (!o) return hstep_fail_memory(NULL, sizeof *o, "an optimizer");
     o->device = device;
     snprintf(o->ordinal, sizeof o->ordinal, "%s", rest);
     o->checking = checking;
@@ -69,12 +79,14 @@ int hstep_create(const halfstep_options *given, int checking, halfstep_optimizer
     atomic_init(&o->results, NULL);
     /* The caller of a failed call gets no handle. As long as the serial is 0, halfstep_error_detail(NULL) finds the
      * text. */
+    hstep_fail(o, HALFSTEP_OK, "%s", ""); /* the text of before is about another failure */
     int error = check_environment(o);
     if (!error && device->open) error = hstep_why(o, device->open(&o->context, rest, options.stream));
     if (!error) error = hstep_why(o, hstep_first_plan(o));
     if (!error) error = hstep_why(o, hstep_open_sync(o));
     if (!error && device->trusted && !checking) error = hstep_check_device(o, -1);
     if (error) {
+        if (!*halfstep_error_detail(o)) hstep_fail(o, error, "%s", halfstep_strerror(error));
         halfstep_destroy(o);
         return error;
     }
@@ -85,9 +97,8 @@ int hstep_create(const halfstep_options *given, int checking, halfstep_optimizer
 
 int halfstep_set_threads(halfstep_optimizer *o, int32_t threads)
 {
-    if (!o) return HALFSTEP_ERROR_ARGUMENT;
-    if (threads < 0 || threads > 1024)
-        return hstep_fail(o, HALFSTEP_ERROR_RANGE, "threads = %d is not in [0, 1024]", (int)threads);
+    HSTEP_NEED(o, o);
+    if (threads < 0 || threads > 1024) return fail_threads(o, threads);
     o->context.threads = threads ? threads : halfstep_default_threads();
     return HALFSTEP_OK;
 }
@@ -115,8 +126,12 @@ void halfstep_destroy(halfstep_optimizer *o)
 
 int halfstep_add_group(halfstep_optimizer *o, const char *recipe, int32_t *group)
 {
-    if (!o || !recipe || !group) return HALFSTEP_ERROR_ARGUMENT;
+    HSTEP_NEED(o, o);
+    HSTEP_NEED(o, recipe);
+    HSTEP_NEED(o, group);
     if (o->settled) return hstep_fail(o, HALFSTEP_ERROR_ORDER, "groups must be added before the states exist");
+    if (o->lr_place)
+        return hstep_fail(o, HALFSTEP_ERROR_ORDER, "groups must be added before the lr of one is bound to an address");
     struct hstep_group g = {0};
     char detail[HSTEP_DETAIL_BYTES];
     int error = hstep_recipe_parse(recipe, &g.recipe, detail, sizeof detail);
@@ -136,7 +151,8 @@ int32_t halfstep_group_count(const halfstep_optimizer *o) { return o ? o->n_grou
 
 int halfstep_get_group_recipe(const halfstep_optimizer *o, int32_t group, char *text, size_t size)
 {
-    if (!o || !text) return HALFSTEP_ERROR_ARGUMENT;
+    HSTEP_NEED(o, o);
+    HSTEP_NEED(o, text);
     int error = hstep_check_group(o, group);
     if (!error && (error = hstep_recipe_text(&o->groups[group].recipe, text, size)))
         return hstep_fail(o, error, "buffer of %llu bytes is too small for the recipe; 64 are enough",
@@ -155,6 +171,14 @@ static int check_bounds(const halfstep_optimizer *o, const struct hstep_hyper *h
     if (value >= hyper->minimum && !above) return HALFSTEP_OK;
     return hstep_fail(o, HALFSTEP_ERROR_RANGE, "%s = %g is not in [%g, %g%c", hyper->name, value, hyper->minimum,
                       hyper->maximum, hyper->exclusive ? ')' : ']');
+}
+
+/* Errors with NAME, because a choice has no such value. */
+static int fail_value(const halfstep_optimizer *o, const char *choice, const char *value)
+{
+    char known[HSTEP_DETAIL_BYTES] = "";
+    for (int i = 0; halfstep_choice_value(choice, i); i++) hstep_add_name(known, halfstep_choice_value(choice, i));
+    return hstep_fail(o, HALFSTEP_ERROR_NAME, "unknown value '%s' of '%s'; known: %s", value, choice, known);
 }
 
 /* Sets a hyper-parameter of one group. With only_check, changes nothing and returns the error that setting it would
@@ -202,25 +226,53 @@ static int set_group_hyper(halfstep_optimizer *o, struct hstep_group *g, int ind
     return HALFSTEP_OK;
 }
 
+static int is_of_optimizer(int index) { return index >= HSTEP_GROUP_HYPERS && index < HSTEP_COMMON_HYPERS; }
+
+/* Errors with ARGUMENT, because a hyper-parameter or choice is the optimizer's and a group was given. */
+static int fail_of_optimizer(const halfstep_optimizer *o, const char *name)
+{
+    return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT,
+                      "'%s' belongs to the optimizer, not to a group; give HALFSTEP_ALL_GROUPS as the group", name);
+}
+
+/* Errors with ORDER, because something is set for all groups and there is none. */
+static int fail_no_group(const halfstep_optimizer *o, const char *name)
+{
+    return hstep_fail(o, HALFSTEP_ERROR_ORDER,
+                      "there is no group yet that could take '%s'; set it after halfstep_add_group()", name);
+}
+
+/* Finds a hyper-parameter of a group, and writes its row to *index. Lists those that there are if it is unknown. */
+static int find_hyper(const halfstep_optimizer *o, int32_t group, const char *name, int *index)
+{
+    int error = hstep_check_group(o, group);
+    if (error) return error;
+    const int rule = o->groups[group].recipe.rule;
+    *index = hstep_find_hyper(rule, name);
+    if (is_of_optimizer(*index)) return fail_of_optimizer(o, name);
+    if (*index >= 0) return HALFSTEP_OK;
+    char known[HSTEP_DETAIL_BYTES] = "";
+    const int count = HSTEP_COMMON_HYPERS + hstep_rule_hypers(rule);
+    for (int i = 0; i < count; i++) { /* its own first */
+        const int row = (i + HSTEP_COMMON_HYPERS) % count;
+        if (!is_of_optimizer(row)) hstep_add_name(known, hstep_rule_hyper(rule, row).name);
+    }
+    return hstep_fail(o, HALFSTEP_ERROR_NAME, "%s has no hyper-parameter '%s'; it has: %s", hstep_rules[rule].name,
+                      name, known);
+}
+
 static int set_hyper(halfstep_optimizer *o, int32_t group, const char *name, double value)
 {
-    int error;
+    int error, index;
     if (group != HALFSTEP_ALL_GROUPS) {
-        if ((error = hstep_check_group(o, group))) return error;
+        if ((error = find_hyper(o, group, name, &index))) return error;
         struct hstep_group *g = &o->groups[group];
-        int index = hstep_find_hyper(g->recipe.rule, name);
-        if (index < 0)
-            return hstep_fail(o, HALFSTEP_ERROR_NAME, "%s has no hyper-parameter '%s'",
-                              hstep_rules[g->recipe.rule].name, name);
-        if (index >= HSTEP_GROUP_HYPERS && index < HSTEP_COMMON_HYPERS)
-            return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT,
-                              "'%s' belongs to the optimizer, not to a group; set it for HALFSTEP_ALL_GROUPS", name);
         struct hstep_hyper hyper = hstep_rule_hyper(g->recipe.rule, index);
         if ((error = check_bounds(o, &hyper, value))) return error;
         return set_group_hyper(o, g, index, value, 0);
     }
-    int index = hstep_find_hyper(-1, name);
-    if (index == HSTEP_GRADIENT_SCALE || index == HSTEP_CLIP_NORM) {
+    index = hstep_find_hyper(-1, name);
+    if (is_of_optimizer(index)) {
         if ((error = check_bounds(o, &hstep_common_hypers[index], value))) return error;
         *(index == HSTEP_GRADIENT_SCALE ? &o->gradient_scale : &o->clip_norm) = value;
         return HALFSTEP_OK;
@@ -237,13 +289,16 @@ static int set_hyper(halfstep_optimizer *o, int32_t group, const char *name, dou
             if ((error = check_bounds(o, &hyper, value)) || (error = set_group_hyper(o, g, index, value, !pass)))
                 return error;
         }
-    if (!found) return hstep_fail(o, HALFSTEP_ERROR_NAME, "no group has a hyper-parameter '%s'", name);
-    return HALFSTEP_OK;
+    if (found) return HALFSTEP_OK;
+    if (!o->n_groups) return fail_no_group(o, name);
+    return hstep_fail(o, HALFSTEP_ERROR_NAME,
+                      "no group has a hyper-parameter '%s'; set it for one group to see what that has", name);
 }
 
 int halfstep_set_hyper(halfstep_optimizer *o, int32_t group, const char *name, double value)
 {
-    if (!o || !name) return HALFSTEP_ERROR_ARGUMENT;
+    HSTEP_NEED(o, o);
+    HSTEP_NEED(o, name);
     struct hstep_fp fp = hstep_fp_enter();
     int result = set_hyper(o, group, name, value);
     hstep_fp_leave(fp);
@@ -252,21 +307,23 @@ int halfstep_set_hyper(halfstep_optimizer *o, int32_t group, const char *name, d
 
 int halfstep_get_hyper(const halfstep_optimizer *o, int32_t group, const char *name, double *value)
 {
-    if (!o || !name || !value) return HALFSTEP_ERROR_ARGUMENT;
+    HSTEP_NEED(o, o);
+    HSTEP_NEED(o, name);
+    HSTEP_NEED(o, value);
     if (group == HALFSTEP_ALL_GROUPS) {
-        int index = hstep_find_hyper(-1, name);
-        if (index == HSTEP_GRADIENT_SCALE) *value = o->gradient_scale;
-        else if (index == HSTEP_CLIP_NORM) *value = o->clip_norm;
-        else return hstep_fail(o, HALFSTEP_ERROR_NAME, "the optimizer has no hyper-parameter '%s'", name);
+        int row = hstep_find_hyper(-1, name);
+        if (row == HSTEP_GRADIENT_SCALE) *value = o->gradient_scale;
+        else if (row == HSTEP_CLIP_NORM) *value = o->clip_norm;
+        else
+            return hstep_fail(o, HALFSTEP_ERROR_NAME,
+                              "the optimizer has no hyper-parameter '%s'; it has: %s, %s; others belong to a group",
+                              name, hstep_common_hypers[HSTEP_GRADIENT_SCALE].name,
+                              hstep_common_hypers[HSTEP_CLIP_NORM].name);
         return HALFSTEP_OK;
     }
-    int error = hstep_check_group(o, group);
+    int index, error = find_hyper(o, group, name, &index);
     if (error) return error;
     const struct hstep_group *g = &o->groups[group];
-    int index = hstep_find_hyper(g->recipe.rule, name);
-    if (index < 0 || (index >= HSTEP_GROUP_HYPERS && index < HSTEP_COMMON_HYPERS))
-        return hstep_fail(o, HALFSTEP_ERROR_NAME, "%s has no hyper-parameter '%s'", hstep_rules[g->recipe.rule].name,
-                          name);
     if (index >= HSTEP_COMMON_HYPERS) *value = g->own[index - HSTEP_COMMON_HYPERS];
     else if (index == HSTEP_REFERENCE_LR && g->hyper[index] == 0.0) *value = g->first_lr;
     else *value = g->hyper[index];
@@ -306,7 +363,9 @@ static int check_decay(const halfstep_optimizer *o, int32_t group, int decay)
 
 int halfstep_set_choice(halfstep_optimizer *o, int32_t group, const char *choice, const char *value)
 {
-    if (!o || !choice || !value) return HALFSTEP_ERROR_ARGUMENT;
+    HSTEP_NEED(o, o);
+    HSTEP_NEED(o, choice);
+    HSTEP_NEED(o, value);
     int error;
     if (group != HALFSTEP_ALL_GROUPS && (error = hstep_check_group(o, group))) return error;
     int is_hyper = hstep_find_choice(choice) == HSTEP_CHOICES;
@@ -316,11 +375,7 @@ int halfstep_set_choice(halfstep_optimizer *o, int32_t group, const char *choice
         return hstep_fail(o, HALFSTEP_ERROR_NAME, "unknown choice '%s'; known: %s", choice, known);
     }
     int found = hstep_choice_find(choice, value);
-    if (found < 0) {
-        char known[HSTEP_DETAIL_BYTES] = "";
-        for (int i = 0; halfstep_choice_value(choice, i); i++) hstep_add_name(known, halfstep_choice_value(choice, i));
-        return hstep_fail(o, HALFSTEP_ERROR_NAME, "unknown value '%s' of '%s'; known: %s", value, choice, known);
-    }
+    if (found < 0) return fail_value(o, choice, value);
     if (is_hyper) return halfstep_set_hyper(o, group, choice, found);
     int *place = choice_place(o, group, choice);
     if (hstep_find_choice(choice) == HSTEP_CHOICE_DECAY && (error = check_decay(o, group, found))) return error;
@@ -328,9 +383,8 @@ int halfstep_set_choice(halfstep_optimizer *o, int32_t group, const char *choice
         *place = found;
         return HALFSTEP_OK;
     }
-    if (group != HALFSTEP_ALL_GROUPS)
-        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT,
-                          "'%s' belongs to the optimizer, not to a group; set it for HALFSTEP_ALL_GROUPS", choice);
+    if (group != HALFSTEP_ALL_GROUPS) return fail_of_optimizer(o, choice);
+    if (!o->n_groups) return fail_no_group(o, choice);
     for (int i = 0; i < o->n_groups; i++) *choice_place(o, i, choice) = found;
     return HALFSTEP_OK;
 }
@@ -347,28 +401,49 @@ const char *halfstep_get_choice(const halfstep_optimizer *o, int32_t group, cons
 
 int halfstep_current_lr(const halfstep_optimizer *o, int32_t group, double *lr)
 {
-    if (!o || !lr) return HALFSTEP_ERROR_ARGUMENT;
+    HSTEP_NEED(o, o);
+    HSTEP_NEED(o, lr);
     int error = hstep_check_group(o, group);
     if (error || (error = hstep_fetch(o))) return error;
+    const struct hstep_group *g = &o->groups[group];
+    error = hstep_check_schedule(o, group, g->schedule, g->hyper[HSTEP_WARMUP_STEPS], g->hyper[HSTEP_TOTAL_STEPS]);
+    if (error) return error;
     struct hstep_fp fp = hstep_fp_enter();
-    *lr = hstep_group_lr(&o->groups[group]);
+    *lr = hstep_group_lr(g);
     hstep_fp_leave(fp);
     return HALFSTEP_OK;
 }
 
 /* ---- Schedules and random words without a handle ---- */
 
+int hstep_check_schedule(const halfstep_optimizer *o, int group, int schedule, double warmup, double total)
+{
+    char of[32] = "";
+    if (!hstep_schedule_falls(schedule) || (total > 0.0 && warmup <= total)) return HALFSTEP_OK;
+    if (group >= 0) snprintf(of, sizeof of, "group %d: ", group);
+    if (total > 0.0)
+        return hstep_fail(
+            o, HALFSTEP_ERROR_RANGE,
+            "%swarmup_steps = %g is above total_steps = %g, so the rate would never rise to lr; set fewer "
+            "warmup_steps or more total_steps",
+            of, warmup, total);
+    return hstep_fail(o, HALFSTEP_ERROR_RANGE, "%sthe schedule %s needs a length; set total_steps, or choose constant",
+                      of, hstep_schedule_name(schedule));
+}
+
 int halfstep_schedule_factor(const char *name, uint64_t step, double warmup_steps, double total_steps,
                              double final_fraction, double decay_start, double power, double *factor)
 {
-    if (!name || !factor) return HALFSTEP_ERROR_ARGUMENT;
+    HSTEP_NEED(NULL, name);
+    HSTEP_NEED(NULL, factor);
     int kind = hstep_choice_find("schedule", name);
-    if (kind < 0) return HALFSTEP_ERROR_NAME;
+    if (kind < 0) return fail_value(NULL, "schedule", name);
     const double values[] = {warmup_steps, total_steps, final_fraction, decay_start, power};
     const int rows[] = {HSTEP_WARMUP_STEPS, HSTEP_TOTAL_STEPS, HSTEP_FINAL_FRACTION, HSTEP_DECAY_START, HSTEP_POWER};
+    int error;
     for (int i = 0; i < 5; i++)
-        if (!(values[i] >= hstep_common_hypers[rows[i]].minimum && values[i] <= hstep_common_hypers[rows[i]].maximum))
-            return HALFSTEP_ERROR_RANGE;
+        if ((error = check_bounds(NULL, &hstep_common_hypers[rows[i]], values[i]))) return error;
+    if ((error = hstep_check_schedule(NULL, -1, kind, warmup_steps, total_steps))) return error;
     struct hstep_schedule schedule = {.kind = kind,
                                       .warmup = (uint64_t)warmup_steps,
                                       .total = (uint64_t)total_steps,
@@ -384,69 +459,11 @@ int halfstep_schedule_factor(const char *name, uint64_t step, double warmup_step
 int halfstep_random_words(const char *generator, uint64_t seed, uint64_t id, uint64_t write, int32_t slot,
                           uint64_t first, uint32_t *out, size_t n)
 {
-    if (!generator || (n && !out)) return HALFSTEP_ERROR_ARGUMENT;
+    HSTEP_NEED(NULL, generator);
+    if (n) HSTEP_NEED(NULL, out);
     int row = hstep_choice_find("generator", generator);
-    if (row < 0) return HALFSTEP_ERROR_NAME;
+    if (row < 0) return fail_value(NULL, "generator", generator);
     struct hstep_key key = hstep_key_write(hstep_generator_id(row), seed, id, write, (uint32_t)slot);
     hstep_random_words(hstep_generator_id(row), &key, first, n, out);
     return HALFSTEP_OK;
-}
-
-/* ---- Devices: names, information, streams, memory ---- */
-
-const struct hstep_device *hstep_find_device(const char *name, const char **rest)
-{
-    const struct hstep_device *const devices[] = {hstep_default_device, &hstep_cuda_device};
-    if (!name || !*name || !strcmp(name, "cpu")) return hstep_default_device;
-    for (size_t i = 1; i < sizeof devices / sizeof *devices; i++) {
-        size_t length = strlen(devices[i]->name);
-        if (strncmp(name, devices[i]->name, length) || (name[length] && name[length] != ':')) continue;
-        *rest = name + length + (name[length] == ':');
-        return name[length] && !**rest ? NULL : devices[i];
-    }
-    return NULL;
-}
-
-int halfstep_set_stream(halfstep_optimizer *o, void *stream)
-{
-    if (!o) return HALFSTEP_ERROR_ARGUMENT;
-    if (o->device->follow) return hstep_why(o, o->device->follow(&o->context, stream));
-    return stream ? hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "the %s has no streams", o->device->name) : HALFSTEP_OK;
-}
-
-int halfstep_get_device_info(const char *device, halfstep_device_info *info)
-{
-    const char *rest = "";
-    halfstep_device_info ours = {.name = "", .code = ""};
-    const struct hstep_device *found = hstep_find_device(device, &rest);
-    if (!info) return HALFSTEP_ERROR_ARGUMENT;
-    if (!found || !found->inform) return HALFSTEP_ERROR_NAME;
-    found->inform(rest, &ours);
-    if (!ours.usable) {
-        halfstep_optimizer nobody = {.device = found};
-        hstep_why(&nobody, HALFSTEP_ERROR_DEVICE);
-    }
-    return hstep_give_struct(info, &ours, sizeof ours) ? HALFSTEP_OK : HALFSTEP_ERROR_ARGUMENT;
-}
-
-const char *halfstep_device_code(void) { return hstep_cuda_device.code(); }
-
-int halfstep_device_allocate(const halfstep_optimizer *o, uint64_t bytes, void **memory)
-{
-    if (!o || !memory) return HALFSTEP_ERROR_ARGUMENT;
-    *memory = NULL;
-    int error = o->device->allocate(&o->context, bytes, memory);
-    if (error == HALFSTEP_ERROR_MEMORY) return hstep_fail_memory(o, bytes, "the call");
-    return hstep_why(o, error);
-}
-
-void halfstep_device_release(const halfstep_optimizer *o, void *memory)
-{
-    if (o && memory) o->device->release(&o->context, memory);
-}
-
-int halfstep_device_copy(const halfstep_optimizer *o, void *to, const void *from, uint64_t bytes)
-{
-    if (!o || (bytes && (!to || !from))) return HALFSTEP_ERROR_ARGUMENT;
-    return bytes ? hstep_wait(o, o->device->copy(&o->context, to, from, bytes)) : HALFSTEP_OK;
 }

@@ -1,11 +1,13 @@
 /* The inside of a handle. Its files: optimizer.c and tensors.c (arguments), plan.c (chunks and arrays of a step),
- * slots.c and storage.c (memory), ready.c, step.c and ahead.c (steps), sync.c (asynchronous devices), records.c (what a
- * checkpoint keeps), accumulate.c, checks.c, device_check.c and device_cases.c. */
+ * slots.c and storage.c (memory), ready.c, step.c and ahead.c (steps), sync.c (devices), records.c (what a checkpoint
+ * keeps), accumulate.c, checks.c, device_check.c and device_cases.c. */
 #ifndef HSTEP_OPTIMIZER_H
 #define HSTEP_OPTIMIZER_H
 
 #include <stdatomic.h>
+#include <string.h>
 
+#include "base/process/detail.h"
 #include "device/device.h"
 
 /* The part of a tensor that never reaches a device. */
@@ -23,8 +25,6 @@ enum { HSTEP_BY_ID, HSTEP_BY_NAME, HSTEP_KEYS };
 struct hstep_links {
     int first[HSTEP_KEYS], next[HSTEP_KEYS];
 };
-
-#define HSTEP_DETAIL_BYTES 256
 
 struct halfstep_optimizer {
     const struct hstep_device *device;
@@ -52,6 +52,7 @@ struct halfstep_optimizer {
     /* Numbers of tensors: stepped as matrices, with vectors, with totals in their rule, of which only a part is
      * here. */
     int matrices, factored, totals, parts;
+    int states_placed;             /* 1: the states, or some of them, have been given memory */
     int slots_bound;               /* 1: all slots have their memory */
     int norms_made;                /* 1: halfstep_run_norms() has made the sums of all tensors for the next finish */
     int scalars_unshared;          /* 1: tensors with totals may differ in their scalars, which were set or are new */
@@ -104,12 +105,22 @@ int hstep_check_device(const halfstep_optimizer *o, int tensor);
 /* Checks all fused rows of the handle's tensors. */
 int hstep_check_fused(const halfstep_optimizer *o);
 
-/* Returns the device that halfstep_options.device names, or NULL if there is none. Points *rest behind the colon of the
- * name. */
+/* Returns the device that halfstep_options.device names, or NULL with the text of NAME if there is none. Points *rest
+ * behind the colon of the name. */
 const struct hstep_device *hstep_find_device(const char *name, const char **rest);
 
-/* Sets the error text of the handle and the thread, and returns the code. */
+/* Sets the error text of the handle and the thread, and returns the code. o is NULL in a call without a handle. */
 int hstep_fail(const halfstep_optimizer *o, int code, const char *format, ...) __attribute__((format(printf, 3, 4)));
+
+/* Returns from a public function if one of its arguments is NULL. The handle is called o in the code. */
+#define HSTEP_NEED(o, pointer)                                                        \
+    do {                                                                              \
+        if (!(pointer))                                                               \
+            return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "%s: %s is NULL", __func__, \
+                              strcmp(#pointer, "o") ? #pointer : "optimizer");        \
+    } while (0)
+/* Fails with ARGUMENT, because a structure of the caller cannot be taken. */
+int hstep_fail_struct(const halfstep_optimizer *o, const char *function, const void *structure);
 
 /* Fails with MEMORY, because `what` needs so many bytes. */
 int hstep_fail_memory(const halfstep_optimizer *o, uint64_t bytes, const char *what, ...)
@@ -165,6 +176,10 @@ struct hstep_single_scratch {
  * for this call only, and hstep_leave_scratch() releases it. */
 int hstep_take_scratch(halfstep_optimizer *o, int tensor, struct hstep_single_scratch **scratch);
 void hstep_leave_scratch(halfstep_optimizer *o, struct hstep_single_scratch *scratch);
+
+/* Fails with RANGE if a schedule that falls has no length, or one that leaves no room for its warm-up. group: -1 in a
+ * call without a handle. */
+int hstep_check_schedule(const halfstep_optimizer *o, int group, int schedule, double warmup, double total);
 
 /* Makes room in an array for one more than count elements. After a failure the array is unchanged. */
 int hstep_grow(void **array, int count, int *capacity, size_t size);

@@ -9,11 +9,6 @@ static int check_bound(const struct hstep_request *s)
 {
     halfstep_optimizer *o = s->o;
     const struct hstep_call *c = &s->call;
-    if (!o->settled) {
-        if (o->n_tensors || o->device->asynchronous)
-            return hstep_fail(o, HALFSTEP_ERROR_ORDER, "the states have no memory yet; bind or allocate them first");
-        return HALFSTEP_OK;
-    }
     int error = o->slots_bound ? HALFSTEP_OK : hstep_check_bound(o, c->first, c->n);
     if (error) return error;
     if (!c->single && !o->slots_bound) o->slots_bound = 1;
@@ -132,6 +127,20 @@ static int check_rates(const struct hstep_request *s)
     return HALFSTEP_OK;
 }
 
+/* Fails if the schedule of a group has no length, or one that leaves no room for its warm-up. */
+static int check_schedules(const struct hstep_request *s)
+{
+    const halfstep_optimizer *o = s->o;
+    int error = HALFSTEP_OK;
+    for (int i = 0; i < o->n_groups && !error; i++) {
+        const struct hstep_group *g = &o->groups[i];
+        const double total = g->hyper[HSTEP_TOTAL_STEPS];
+        error = hstep_check_schedule(o, i, g->schedule, g->hyper[HSTEP_WARMUP_STEPS], total);
+        if (!error) error = hstep_check_schedule(o, i, g->decay_schedule, 0.0, total);
+    }
+    return error;
+}
+
 /* Fails if the reference lr of fully-decoupled decay must be wrong. Either decay takes more than the whole weight in a
  * step. Or lr is far above a reference that the caller never set, which was the start of a warm-up. */
 #define MOST_ABOVE_FIRST_LR 10.0
@@ -193,7 +202,8 @@ int hstep_check_ready(const struct hstep_request *s, enum hstep_part part)
 {
     int error = hstep_begin_storage(s->o);
     if (error || (error = check_bound(s)) || (error = check_accumulates(s)) || (error = check_single(s)) ||
-        (part != HSTEP_PART_BEGIN && ((error = check_rates(s)) || (error = check_preparable(s)))) ||
+        (part != HSTEP_PART_BEGIN &&
+         ((error = check_schedules(s)) || (error = check_rates(s)) || (error = check_preparable(s)))) ||
         (part == HSTEP_PART_FINISH && (error = check_norms(s))) ||
         (part == HSTEP_PART_ALL && (error = check_alone(s))) || (error = check_memory(s)))
         return error;

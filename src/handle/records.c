@@ -57,7 +57,9 @@ static void read_tensor(const halfstep_optimizer *o, halfstep_record *r)
 int halfstep_get_record(const halfstep_optimizer *o, halfstep_record *record)
 {
     halfstep_record asked = {0};
-    if (!o || !record || !hstep_take_struct(&asked, sizeof asked, record)) return HALFSTEP_ERROR_ARGUMENT;
+    HSTEP_NEED(o, o);
+    HSTEP_NEED(o, record);
+    if (!hstep_take_struct(&asked, sizeof asked, record)) return hstep_fail_struct(o, __func__, record);
     halfstep_record r = {.kind = asked.kind, .index = asked.index};
     int error = check_index(o, &r);
     if (error || (error = hstep_fetch(o))) return error;
@@ -126,11 +128,38 @@ static int check_tensor_record(const halfstep_optimizer *o, const halfstep_recor
     return check_numbers(o, r);
 }
 
+/* Fails if a field is set that a record of this kind does not have. */
+static int check_kind(const halfstep_optimizer *o, const halfstep_record *r)
+{
+    static const char *const kinds[] = {"optimizer", "group", "tensor"};
+    halfstep_record fields = {.struct_size = r->struct_size, .kind = r->kind};
+    if (r->kind != HALFSTEP_RECORD_OPTIMIZER) fields.index = r->index;
+    if (r->kind == HALFSTEP_RECORD_OPTIMIZER) {
+        fields.seed = r->seed;
+        fields.skipped_steps = r->skipped_steps;
+        fields.gradient_norm = r->gradient_norm;
+    } else if (r->kind == HALFSTEP_RECORD_GROUP) {
+        fields.steps = r->steps;
+    } else {
+        fields.id = r->id;
+        fields.state_steps = r->state_steps;
+        fields.full_steps = r->full_steps;
+        fields.writes = r->writes;
+        memcpy(fields.scalar, r->scalar, sizeof fields.scalar);
+        memcpy(fields.grid, r->grid, sizeof fields.grid);
+    }
+    if (!memcmp(&fields, r, sizeof fields)) return HALFSTEP_OK;
+    return hstep_fail(
+        o, HALFSTEP_ERROR_ARGUMENT,
+        "record: reserved, or a field of another kind, is set, but kind is %d (%s); set the fields of its "
+        "kind only",
+        (int)r->kind, kinds[r->kind]);
+}
+
 static int check_record(const halfstep_optimizer *o, const halfstep_record *r)
 {
     int error = check_index(o, r);
-    if (error) return error;
-    if (r->reserved) return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "record: reserved must be 0");
+    if (error || (error = check_kind(o, r))) return error;
     if (r->kind == HALFSTEP_RECORD_TENSOR) return check_tensor_record(o, r);
     if (r->kind == HALFSTEP_RECORD_GROUP) return check_count(o, "", "steps of the group", r->steps);
     if (!(r->gradient_norm >= 0.0 && r->gradient_norm < INFINITY))
@@ -164,7 +193,9 @@ static void restore_tensor(halfstep_optimizer *o, const halfstep_record *r)
 int halfstep_set_record(halfstep_optimizer *o, const halfstep_record *record)
 {
     halfstep_record r = {0};
-    if (!o || !record || !hstep_take_struct(&r, sizeof r, record)) return HALFSTEP_ERROR_ARGUMENT;
+    HSTEP_NEED(o, o);
+    HSTEP_NEED(o, record);
+    if (!hstep_take_struct(&r, sizeof r, record)) return hstep_fail_struct(o, __func__, record);
     int error = check_record(o, &r);
     if (error || (error = hstep_fetch(o))) return error;
     if (r.kind == HALFSTEP_RECORD_TENSOR) {
@@ -187,8 +218,9 @@ int halfstep_set_record(halfstep_optimizer *o, const halfstep_record *record)
 int halfstep_bind_record(halfstep_optimizer *o, int32_t tensor, const halfstep_record_places *given)
 {
     halfstep_record_places places = {0};
-    if (!o || (given && (!hstep_take_struct(&places, sizeof places, given) || places.reserved)))
-        return HALFSTEP_ERROR_ARGUMENT;
+    HSTEP_NEED(o, o);
+    if (given && !hstep_take_struct(&places, sizeof places, given)) return hstep_fail_struct(o, __func__, given);
+    if (places.reserved) return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "record places: reserved must be 0");
     int error = hstep_check_tensor(o, tensor);
     if (error) return error;
     const struct hstep_tensor *t = &o->tensors[tensor];

@@ -35,7 +35,8 @@ static void shape_of(const struct hstep_tensor *t, int slot, int64_t *rows, int6
 
 int halfstep_get_slot_info(const halfstep_optimizer *o, int32_t tensor, int32_t slot, halfstep_slot_info *info)
 {
-    if (!o || !info) return HALFSTEP_ERROR_ARGUMENT;
+    HSTEP_NEED(o, o);
+    HSTEP_NEED(o, info);
     int error = hstep_check_slot(o, tensor, slot);
     if (error) return error;
     const struct hstep_tensor *t = &o->tensors[tensor];
@@ -51,7 +52,7 @@ int halfstep_get_slot_info(const halfstep_optimizer *o, int32_t tensor, int32_t 
                                .extra = s->extra,
                                .precise = s->precise};
     shape_of(t, slot, &ours.rows, &ours.columns);
-    return hstep_give_struct(info, &ours, sizeof ours) ? HALFSTEP_OK : HALFSTEP_ERROR_ARGUMENT;
+    return hstep_give_struct(info, &ours, sizeof ours) ? HALFSTEP_OK : hstep_fail_struct(o, __func__, info);
 }
 
 /* Calls visit for every stream that the optimizer stores beside weights and gradients, in the order of its layout. */
@@ -83,7 +84,8 @@ static void place_stream(void *arg, char **place, uint64_t bytes)
 
 int halfstep_state_bytes(halfstep_optimizer *o, uint64_t *bytes)
 {
-    if (!o || !bytes) return HALFSTEP_ERROR_ARGUMENT;
+    HSTEP_NEED(o, o);
+    HSTEP_NEED(o, bytes);
     struct layout layout = {NULL, 0};
     each_stream(o, place_stream, &layout);
     *bytes = layout.offset;
@@ -156,6 +158,16 @@ static int place_all(halfstep_optimizer *o, void *memory, uint64_t bytes)
     return HALFSTEP_OK;
 }
 
+/* Fails if the states have memory, because initial values would be lost on steps that have counted. */
+static int check_unplaced(const halfstep_optimizer *o)
+{
+    return o->states_placed
+               ? hstep_fail(o, HALFSTEP_ERROR_ORDER,
+                            "the states have memory already, and a second call would set them to their initial values; "
+                            "make a new optimizer to begin anew")
+               : HALFSTEP_OK;
+}
+
 /* Fails if the states are in storage. */
 static int check_in_memory(const halfstep_optimizer *o)
 {
@@ -166,8 +178,10 @@ static int check_in_memory(const halfstep_optimizer *o)
 
 int halfstep_bind_states(halfstep_optimizer *o, void *memory, uint64_t bytes)
 {
-    if (!o) return HALFSTEP_ERROR_ARGUMENT;
+    HSTEP_NEED(o, o);
     uint64_t needed;
+    int error = check_in_memory(o);
+    if (error || (error = check_unplaced(o))) return error;
     halfstep_state_bytes(o, &needed);
     if (needed && !memory) return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "memory for the states is NULL");
     if ((uintptr_t)memory % 64)
@@ -175,25 +189,23 @@ int halfstep_bind_states(halfstep_optimizer *o, void *memory, uint64_t bytes)
     if (bytes < needed)
         return hstep_fail(o, HALFSTEP_ERROR_RANGE, "the states need %llu bytes, %llu were given",
                           (unsigned long long)needed, (unsigned long long)bytes);
-    int error = needed ? check_owned(o, memory, "memory for states") : HALFSTEP_OK;
-    if (error || (error = check_in_memory(o)) || (error = hstep_settle(o)) || (error = place_all(o, memory, needed)))
-        return error;
-    o->device->release(&o->context, o->memory);
-    o->memory = NULL;
+    if (needed) error = check_owned(o, memory, "memory for states");
+    if (error || (error = hstep_settle(o)) || (error = place_all(o, memory, needed))) return error;
+    o->states_placed = 1;
     return HALFSTEP_OK;
 }
 
 int halfstep_allocate_states(halfstep_optimizer *o)
 {
-    if (!o) return HALFSTEP_ERROR_ARGUMENT;
+    HSTEP_NEED(o, o);
     uint64_t bytes;
+    int error = check_in_memory(o);
+    if (error || (error = check_unplaced(o))) return error;
     halfstep_state_bytes(o, &bytes);
     if (bytes > SIZE_MAX / 2)
         return hstep_fail(o, HALFSTEP_ERROR_MEMORY, "the states need %llu bytes, more than a process can have",
                           (unsigned long long)bytes);
     void *memory;
-    int error = check_in_memory(o);
-    if (error) return error;
     error = o->device->allocate(&o->context, bytes, &memory);
     if (error == HALFSTEP_ERROR_MEMORY)
         return hstep_fail(o, error,
@@ -205,14 +217,14 @@ int halfstep_allocate_states(halfstep_optimizer *o)
         o->device->release(&o->context, memory);
         return error;
     }
-    o->device->release(&o->context, o->memory);
     o->memory = memory;
+    o->states_placed = 1;
     return HALFSTEP_OK;
 }
 
 int halfstep_bind_slot(halfstep_optimizer *o, int32_t tensor, int32_t slot, void *code, void *extra)
 {
-    if (!o) return HALFSTEP_ERROR_ARGUMENT;
+    HSTEP_NEED(o, o);
     int error = hstep_check_slot(o, tensor, slot);
     if (error) return error;
     struct hstep_slot *s = &o->tensors[tensor].slot[slot];
@@ -232,6 +244,7 @@ int halfstep_bind_slot(halfstep_optimizer *o, int32_t tensor, int32_t slot, void
     hstep_changed(o, tensor, 1);
     s->code = code;
     s->extra = extra;
+    if (slot != HALFSTEP_SLOT_GRADIENT && (code || extra)) o->states_placed = 1;
     return HALFSTEP_OK;
 }
 
@@ -383,7 +396,7 @@ static int read_average(const halfstep_optimizer *o, int32_t tensor, const void 
 int halfstep_read_slot(const halfstep_optimizer *o, int32_t tensor, int32_t slot, const void *data, int64_t first_row,
                        int64_t n_rows, float *out)
 {
-    if (!o) return HALFSTEP_ERROR_ARGUMENT;
+    HSTEP_NEED(o, o);
     struct hstep_fp fp = hstep_fp_enter();
     int result = read_slot(o, tensor, slot, data, first_row, n_rows, out);
     hstep_fp_leave(fp);
@@ -393,9 +406,49 @@ int halfstep_read_slot(const halfstep_optimizer *o, int32_t tensor, int32_t slot
 int halfstep_write_slot(halfstep_optimizer *o, int32_t tensor, int32_t slot, void *data, int64_t first_row,
                         int64_t n_rows, const float *in)
 {
-    if (!o) return HALFSTEP_ERROR_ARGUMENT;
+    HSTEP_NEED(o, o);
     struct hstep_fp fp = hstep_fp_enter();
     int result = write_slot(o, tensor, slot, data, first_row, n_rows, in);
+    hstep_fp_leave(fp);
+    return result;
+}
+
+/* Reads the weights of all tensors into `values`, or writes them. Checks all of them before the first is moved. */
+static int move_weights(halfstep_optimizer *o, void *const *weights, float *const *values, int writes)
+{
+    int error = HALFSTEP_OK;
+    if (!o->n_tensors)
+        return hstep_fail(o, HALFSTEP_ERROR_ORDER, "there is no tensor that has a weight; add one first");
+    for (int moves = 0; moves < 2; moves++)
+        for (int i = 0; i < o->n_tensors && !error; i++) {
+            const struct hstep_tensor *t = &o->tensors[i];
+            if (!t->n_rows || !t->n_columns) continue;
+            if (!moves) error = check_rows(o, i, HALFSTEP_SLOT_WEIGHT, weights[i], 0, t->n_rows, values[i]);
+            else if (writes) error = write_slot(o, i, HALFSTEP_SLOT_WEIGHT, weights[i], 0, t->n_rows, values[i]);
+            else error = read_slot(o, i, HALFSTEP_SLOT_WEIGHT, weights[i], 0, t->n_rows, values[i]);
+            if (!moves && !error) error = check_owned(o, weights[i], o->labels[i].name);
+        }
+    return error;
+}
+
+int halfstep_read_weights(const halfstep_optimizer *o, void *const *weights, float *const *out)
+{
+    HSTEP_NEED(o, o);
+    HSTEP_NEED(o, weights);
+    HSTEP_NEED(o, out);
+    struct hstep_fp fp = hstep_fp_enter();
+    int result = move_weights((halfstep_optimizer *)(uintptr_t)o, weights, out, 0); /* it only reads */
+    hstep_fp_leave(fp);
+    return result;
+}
+
+int halfstep_write_weights(halfstep_optimizer *o, void *const *weights, float *const *in)
+{
+    HSTEP_NEED(o, o);
+    HSTEP_NEED(o, weights);
+    HSTEP_NEED(o, in);
+    struct hstep_fp fp = hstep_fp_enter();
+    int result = move_weights(o, weights, in, 1);
     hstep_fp_leave(fp);
     return result;
 }
@@ -403,7 +456,7 @@ int halfstep_write_slot(halfstep_optimizer *o, int32_t tensor, int32_t slot, voi
 int halfstep_read_average(const halfstep_optimizer *o, int32_t tensor, const void *weight, int64_t first_row,
                           int64_t n_rows, float *out)
 {
-    if (!o) return HALFSTEP_ERROR_ARGUMENT;
+    HSTEP_NEED(o, o);
     struct hstep_fp fp = hstep_fp_enter();
     int result = read_average(o, tensor, weight, first_row, n_rows, out);
     hstep_fp_leave(fp);
@@ -412,7 +465,8 @@ int halfstep_read_average(const halfstep_optimizer *o, int32_t tensor, const voi
 
 int halfstep_saturated(const halfstep_optimizer *o, int32_t tensor, const void *data, uint64_t *count)
 {
-    if (!o || !count) return HALFSTEP_ERROR_ARGUMENT;
+    HSTEP_NEED(o, o);
+    HSTEP_NEED(o, count);
     int error = hstep_check_tensor(o, tensor);
     if (error) return error;
     const struct hstep_tensor *t = &o->tensors[tensor];

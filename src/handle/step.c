@@ -12,17 +12,11 @@
 
 static struct hstep_request request_of(halfstep_optimizer *o, int first, int n, int micro, const void *const *gradients)
 {
-    struct hstep_plan plan = o->plan;
     if (o->device->shared) hstep_send_bound(o);
-    /* A handle without tensors is never laid out, so its plan has no groups yet. */
-    if (!o->settled) {
-        plan.groups = o->groups;
-        plan.n_groups = o->n_groups;
-    }
     return (struct hstep_request){
         .o = o,
         .call = {.context = &o->context,
-                 .plan = plan,
+                 .plan = o->plan,
                  .seed = o->seed,
                  .generator = o->generator,
                  .scan = o->scan,
@@ -372,12 +366,22 @@ static int make(struct hstep_request *s, enum hstep_part part, int64_t *statisti
     return error || part == HSTEP_PART_BEGIN || part == HSTEP_PART_NORMS ? hstep_wait(o, error) : finish(s);
 }
 
+/* Fails if the call has no arrays that it reads. */
+static int check_arrays(const halfstep_optimizer *o, const halfstep_call *call, enum hstep_part part)
+{
+    const int reads_weights = !call->micro && part != HSTEP_PART_BEGIN;
+    if (!o->n_tensors || (call->gradients && (call->weights || !reads_weights))) return HALFSTEP_OK;
+    return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "the array of %s is NULL; give an array of pointers, one for %s",
+                      call->gradients ? "weights" : "gradients",
+                      call->kind == HALFSTEP_CALL_TENSOR ? "the tensor" : "each tensor");
+}
+
 /* ---- Calls about all tensors, and about one, in the floating-point environment of the library ---- */
 
 static int run_all(halfstep_optimizer *o, const halfstep_call *call, enum hstep_part part)
 {
-    if (o->n_tensors && (!call->gradients || (!call->weights && !call->micro && part != HSTEP_PART_BEGIN)))
-        return HALFSTEP_ERROR_ARGUMENT;
+    const int error = check_arrays(o, call, part);
+    if (error) return error;
     struct hstep_request s = request_of(o, 0, o->n_tensors, call->micro, call->gradients);
     s.norms_made = &o->norms_made;
     s.call.weights = call->micro || part == HSTEP_PART_BEGIN ? NULL : call->weights;
@@ -393,9 +397,7 @@ static int run_one(halfstep_optimizer *o, const halfstep_call *call, enum hstep_
 {
     const int tensor = call->tensor;
     int result = hstep_check_tensor(o, tensor);
-    if (result) return result;
-    if (!call->gradients || (!call->weights && !call->micro && part != HSTEP_PART_BEGIN))
-        return HALFSTEP_ERROR_ARGUMENT;
+    if (result || (result = check_arrays(o, call, part))) return result;
     struct hstep_single_scratch here, *scratch = &here;
     if ((result = hstep_take_scratch(o, tensor, &scratch)))
         return result == HALFSTEP_ERROR_MEMORY
@@ -419,8 +421,6 @@ static int run_one(halfstep_optimizer *o, const halfstep_call *call, enum hstep_
 
 static int end_round_asynchronously(halfstep_optimizer *o, struct hstep_request *s, const int64_t *statistics)
 {
-    if (!o->settled)
-        return hstep_fail(o, HALFSTEP_ERROR_ORDER, "the states have no memory yet; bind or allocate them first");
     int error = hstep_send(o);
     if (error) return error;
     s->call.verdict = o->verdict;
@@ -481,30 +481,52 @@ static int run_round(halfstep_optimizer *o, const halfstep_call *call, enum hste
 
 /* ---- Public functions ---- */
 
+/* Fails if there is nothing to step yet. A handle without tensors takes part in steps that are made in parts, because
+ * others may have some. */
+static int check_settled(const halfstep_optimizer *o, enum hstep_part part)
+{
+    if (!o->n_tensors && (!o->settled || part == HSTEP_PART_ALL))
+        return hstep_fail(o, HALFSTEP_ERROR_ORDER, "there is no tensor to step; add one before the states exist");
+    if (o->settled) return HALFSTEP_OK;
+    return hstep_fail(o, HALFSTEP_ERROR_ORDER, "the states have no memory yet; bind or allocate them first");
+}
+
 int halfstep_step(halfstep_optimizer *o, void *const *weights, const void *const *gradients)
 {
     const halfstep_call call = {.weights = weights, .gradients = gradients};
-    return o ? run_all(o, &call, HSTEP_PART_ALL) : HALFSTEP_ERROR_ARGUMENT;
+    HSTEP_NEED(o, o);
+    const int error = check_settled(o, HSTEP_PART_ALL);
+    return error ? error : run_all(o, &call, HSTEP_PART_ALL);
 }
 
-/* Copies the caller's call and fails with ARGUMENT if it is invalid. */
-static int take_call(const halfstep_optimizer *o, const halfstep_call *given, halfstep_call *call)
+/* Copies the caller's call and fails with ARGUMENT if it is invalid. Error texts name `function`. */
+static int take_call(const char *function, const halfstep_optimizer *o, const halfstep_call *given, halfstep_call *call)
 {
-    if (!o || !given || !hstep_take_struct(call, sizeof *call, given)) return HALFSTEP_ERROR_ARGUMENT;
+    if (!o || !given)
+        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "%s: %s is NULL", function, o ? "call" : "optimizer");
+    if (!hstep_take_struct(call, sizeof *call, given)) return hstep_fail_struct(o, function, given);
     if (call->kind < HALFSTEP_CALL_STEP || call->kind > HALFSTEP_CALL_ROUND)
         return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "call: unknown kind %d; known: 0 (step), 1 (tensor), 2 (round)",
                           (int)call->kind);
     if (call->micro < 0 || call->micro > 1 || (call->micro && call->kind == HALFSTEP_CALL_ROUND))
         return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT,
                           "call: micro = %d; allowed: 0, and 1 unless the call ends a round", (int)call->micro);
+    if (call->tensor && call->kind != HALFSTEP_CALL_TENSOR)
+        return hstep_fail(
+            o, HALFSTEP_ERROR_ARGUMENT,
+            "call: tensor = %d, but kind is %d, which is not about one tensor; set kind too, or tensor = 0",
+            (int)call->tensor, (int)call->kind);
+    if (call->gradients && call->kind == HALFSTEP_CALL_ROUND)
+        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT,
+                          "call: the end of a round reads no gradients; set gradients to NULL, or another kind");
     return HALFSTEP_OK;
 }
 
-static int run(halfstep_optimizer *o, const halfstep_call *given, enum hstep_part part)
+static int run(const char *function, halfstep_optimizer *o, const halfstep_call *given, enum hstep_part part)
 {
     halfstep_call call = {0};
-    int error = take_call(o, given, &call);
-    if (error) return error;
+    int error = take_call(function, o, given, &call);
+    if (error || (error = check_settled(o, part))) return error;
     if ((part == HSTEP_PART_ALL) != !call.statistics)
         return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT,
                           call.statistics ? "call: statistics must be NULL for halfstep_run()"
@@ -515,20 +537,29 @@ static int run(halfstep_optimizer *o, const halfstep_call *given, enum hstep_par
                                                : run_round(o, &call, part);
 }
 
-int halfstep_run(halfstep_optimizer *o, const halfstep_call *call) { return run(o, call, HSTEP_PART_ALL); }
+int halfstep_run(halfstep_optimizer *o, const halfstep_call *call) { return run(__func__, o, call, HSTEP_PART_ALL); }
 
-int halfstep_run_begin(halfstep_optimizer *o, const halfstep_call *call) { return run(o, call, HSTEP_PART_BEGIN); }
+int halfstep_run_begin(halfstep_optimizer *o, const halfstep_call *call)
+{
+    return run(__func__, o, call, HSTEP_PART_BEGIN);
+}
 
-int halfstep_run_norms(halfstep_optimizer *o, const halfstep_call *call) { return run(o, call, HSTEP_PART_NORMS); }
+int halfstep_run_norms(halfstep_optimizer *o, const halfstep_call *call)
+{
+    return run(__func__, o, call, HSTEP_PART_NORMS);
+}
 
-int halfstep_run_finish(halfstep_optimizer *o, const halfstep_call *call) { return run(o, call, HSTEP_PART_FINISH); }
+int halfstep_run_finish(halfstep_optimizer *o, const halfstep_call *call)
+{
+    return run(__func__, o, call, HSTEP_PART_FINISH);
+}
 
 int64_t halfstep_statistics_count(const halfstep_optimizer *o, const halfstep_call *given)
 {
     halfstep_call call = {0};
     if (!given || !hstep_take_struct(&call, sizeof call, given)) return 0;
     if (call.kind == HALFSTEP_CALL_ROUND) return HSTEP_EXACT_LIMBS;
-    if (take_call(o, given, &call)) return 0;
+    if (take_call(__func__, o, given, &call)) return 0;
     const int all = call.kind == HALFSTEP_CALL_STEP, first = all ? 0 : call.tensor, n = all ? o->n_tensors : 1;
     if (!all && hstep_check_tensor(o, first)) return 0;
     return count_statistics(o, first, n);
@@ -537,7 +568,7 @@ int64_t halfstep_statistics_count(const halfstep_optimizer *o, const halfstep_ca
 int64_t halfstep_norms_offset(const halfstep_optimizer *o, const halfstep_call *given)
 {
     halfstep_call call = {0};
-    if (take_call(o, given, &call)) return 0;
+    if (take_call(__func__, o, given, &call)) return 0;
     return call.kind == HALFSTEP_CALL_ROUND ? HSTEP_EXACT_LIMBS
                                             : hstep_sums_offset(call.kind == HALFSTEP_CALL_STEP ? o->n_tensors : 1);
 }

@@ -158,7 +158,8 @@ static halfstep_piece describe_bound(const halfstep_optimizer *o, int64_t number
 
 int halfstep_get_piece(const halfstep_optimizer *o, int64_t number, halfstep_piece *info)
 {
-    if (!o || !info) return HALFSTEP_ERROR_ARGUMENT;
+    HSTEP_NEED(o, o);
+    HSTEP_NEED(o, info);
     const int64_t count = halfstep_piece_count(o);
     if (number < 0 || number >= count)
         return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "no piece %lld; there are %lld", (long long)number,
@@ -174,7 +175,7 @@ int halfstep_get_piece(const halfstep_optimizer *o, int64_t number, halfstep_pie
         }
         number -= n;
     }
-    return hstep_give_struct(info, &p, sizeof p) ? HALFSTEP_OK : HALFSTEP_ERROR_ARGUMENT;
+    return hstep_give_struct(info, &p, sizeof p) ? HALFSTEP_OK : hstep_fail_struct(o, __func__, info);
 }
 
 /* Returns the bytes of memory that a piece takes. */
@@ -340,7 +341,7 @@ static int bind(halfstep_optimizer *o, const halfstep_storage *table)
     if (error) return error;
     o->device->release(&o->context, o->memory);
     o->memory = NULL;
-    o->slots_bound = 0;
+    o->slots_bound = o->states_placed = 0;
     clear_addresses(o, 0, o->n_tensors);
     if (!was_broken || !o->plan.round_squares) return HALFSTEP_OK;
     /* At the last flush the round had no squares. */
@@ -350,7 +351,8 @@ static int bind(halfstep_optimizer *o, const halfstep_storage *table)
 int halfstep_bind_storage(halfstep_optimizer *o, const halfstep_storage *storage)
 {
     halfstep_storage table = {0};
-    if (!o || (storage && !hstep_take_struct(&table, sizeof table, storage))) return HALFSTEP_ERROR_ARGUMENT;
+    HSTEP_NEED(o, o);
+    if (storage && !hstep_take_struct(&table, sizeof table, storage)) return hstep_fail_struct(o, __func__, storage);
     return bind(o, storage ? &table : NULL);
 }
 
@@ -664,7 +666,7 @@ int hstep_commit(halfstep_optimizer *o, void *const *weights)
 
 int halfstep_flush(halfstep_optimizer *o, void *const *weights)
 {
-    if (!o) return HALFSTEP_ERROR_ARGUMENT;
+    HSTEP_NEED(o, o);
     const int error = hstep_begin_storage(o);
     if (error) return error;
     hstep_keep_counts(o);
@@ -687,7 +689,7 @@ static int initialize(const halfstep_optimizer *o, const struct piece *p, void *
 
 int halfstep_write_initial(halfstep_optimizer *o, void *const *weights)
 {
-    if (!o) return HALFSTEP_ERROR_ARGUMENT;
+    HSTEP_NEED(o, o);
     struct hstep_storage *st = o->storage;
     int error = hstep_check_storage(o);
     if (error) return error;
@@ -851,14 +853,15 @@ static int move_bytes(const halfstep_optimizer *o, int32_t tensor, int32_t slot,
 int halfstep_read_bytes(const halfstep_optimizer *o, int32_t tensor, int32_t slot, int32_t extra, uint64_t first,
                         uint64_t bytes, void *out)
 {
-    return o ? move_bytes(o, tensor, slot, extra, first, bytes, out, 0) : HALFSTEP_ERROR_ARGUMENT;
+    HSTEP_NEED(o, o);
+    return move_bytes(o, tensor, slot, extra, first, bytes, out, 0);
 }
 
 int halfstep_write_bytes(halfstep_optimizer *o, int32_t tensor, int32_t slot, int32_t extra, uint64_t first,
                          uint64_t bytes, const void *in)
 {
-    int error =
-        o ? move_bytes(o, tensor, slot, extra, first, bytes, (char *)(uintptr_t)in, 1) : HALFSTEP_ERROR_ARGUMENT;
+    HSTEP_NEED(o, o);
+    int error = move_bytes(o, tensor, slot, extra, first, bytes, (char *)(uintptr_t)in, 1);
     if (!error) hstep_forget_results(o, tensor, 1);
     return error;
 }

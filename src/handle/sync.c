@@ -1,4 +1,5 @@
-/* Asynchronous devices: their copy of a handle's data, sending to it and fetching from it.
+/* Asynchronous devices: their copy of a handle's data, sending to it and fetching from it. Also what callers may ask of
+ * any device.
  *
  * Between two fetches the device owns counters, grids, scalars, steps of groups and the ledger. The handle owns
  * recipes, hyper-parameters and addresses, and sends what it has changed before the next step. Code that reads or
@@ -8,6 +9,7 @@
 #include <string.h>
 
 #include "base/lock.h"
+#include "base/structs.h"
 #include "handle/optimizer.h"
 #include "kernels/dispatch.h"
 
@@ -221,7 +223,7 @@ void hstep_close_sync(halfstep_optimizer *o)
 
 int halfstep_synchronize(halfstep_optimizer *o)
 {
-    if (!o) return HALFSTEP_ERROR_ARGUMENT;
+    HSTEP_NEED(o, o);
     if (!o->device->asynchronous) return HALFSTEP_OK;
     int error = hstep_fetch(o);
     if (!error) error = hstep_wait(o, hstep_send(o));
@@ -247,13 +249,16 @@ static void bind(halfstep_optimizer *o, const double **held, const double *place
 
 int halfstep_bind_hyper(halfstep_optimizer *o, int32_t group, const char *name, const double *place)
 {
-    if (!o || !name) return HALFSTEP_ERROR_ARGUMENT;
+    HSTEP_NEED(o, o);
+    HSTEP_NEED(o, name);
     int all = group == HALFSTEP_ALL_GROUPS, scale = all && !strcmp(name, "gradient_scale");
     int error = all ? HALFSTEP_OK : hstep_check_group(o, group);
     if (error) return error;
     if (!scale && strcmp(name, "lr"))
         return hstep_fail(o, HALFSTEP_ERROR_NAME,
                           "'%s' cannot be bound; known: lr, and for HALFSTEP_ALL_GROUPS gradient_scale", name);
+    if (!scale && !o->n_groups)
+        return hstep_fail(o, HALFSTEP_ERROR_ORDER, "there is no group yet whose lr could be bound; add one first");
     if (place && (error = hstep_check_owned(o, place))) return hstep_why(o, error);
     if (scale) {
         bind(o, &o->scale_place, place, &o->gradient_scale, &o->scale_set, &o->sent_scale);
@@ -267,4 +272,73 @@ int halfstep_bind_hyper(halfstep_optimizer *o, int32_t group, const char *name, 
         bind(o, &o->lr_place[i], place, &o->groups[i].hyper[HSTEP_LR], &o->lr_set[i],
              o->sent ? &o->sent[i].hyper[HSTEP_LR] : NULL);
     return HALFSTEP_OK;
+}
+
+/* ---- Devices: names, information, streams, memory ---- */
+
+const struct hstep_device *hstep_find_device(const char *name, const char **rest)
+{
+    const struct hstep_device *const devices[] = {hstep_default_device, &hstep_cuda_device};
+    if (!name || !strcmp(name, "cpu")) return hstep_default_device;
+    for (size_t i = 1; i < sizeof devices / sizeof *devices; i++) {
+        size_t length = strlen(devices[i]->name);
+        if (strncmp(name, devices[i]->name, length) || (name[length] && name[length] != ':')) continue;
+        *rest = name + length + (name[length] == ':');
+        if (name[length] && !**rest) break;
+        return devices[i];
+    }
+    hstep_fail(NULL, HALFSTEP_ERROR_NAME, "unknown device '%s'; known: cpu, cuda, and cuda:N for GPU number N", name);
+    return NULL;
+}
+
+int halfstep_set_stream(halfstep_optimizer *o, void *stream)
+{
+    HSTEP_NEED(o, o);
+    if (o->device->follow) return hstep_why(o, o->device->follow(&o->context, stream));
+    return stream ? hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "the %s has no streams", o->device->name) : HALFSTEP_OK;
+}
+
+int halfstep_get_device_info(const char *device, halfstep_device_info *info)
+{
+    const char *rest = "";
+    halfstep_device_info ours = {.name = "", .code = ""};
+    HSTEP_NEED(NULL, info);
+    const struct hstep_device *found = hstep_find_device(device, &rest);
+    if (!found) return HALFSTEP_ERROR_NAME;
+    if (!found->inform)
+        return hstep_fail(NULL, HALFSTEP_ERROR_NAME, "the processor is not described here; ask for cuda, or cuda:N");
+    if (!hstep_struct_size(info)) return hstep_fail_struct(NULL, __func__, info);
+    found->inform(rest, &ours);
+    if (!ours.usable) {
+        const char *why = found->why ? found->why() : NULL;
+        if (why) hstep_fail(NULL, HALFSTEP_ERROR_DEVICE, "%s", why);
+    }
+    hstep_give_struct(info, &ours, sizeof ours);
+    return HALFSTEP_OK;
+}
+
+const char *halfstep_device_code(void) { return hstep_cuda_device.code(); }
+
+int halfstep_device_allocate(const halfstep_optimizer *o, uint64_t bytes, void **memory)
+{
+    HSTEP_NEED(o, o);
+    HSTEP_NEED(o, memory);
+    *memory = NULL;
+    int error = o->device->allocate(&o->context, bytes, memory);
+    if (error == HALFSTEP_ERROR_MEMORY) return hstep_fail_memory(o, bytes, "the call");
+    return hstep_why(o, error);
+}
+
+void halfstep_device_release(const halfstep_optimizer *o, void *memory)
+{
+    if (o && memory) o->device->release(&o->context, memory);
+}
+
+int halfstep_device_copy(const halfstep_optimizer *o, void *to, const void *from, uint64_t bytes)
+{
+    HSTEP_NEED(o, o);
+    if (!bytes) return HALFSTEP_OK;
+    HSTEP_NEED(o, to);
+    HSTEP_NEED(o, from);
+    return hstep_wait(o, o->device->copy(&o->context, to, from, bytes));
 }

@@ -103,10 +103,23 @@ static int check_shape(const halfstep_optimizer *o, const halfstep_tensor *d, st
                           "tensor '%s': invalid shape, %lld rows of %lld elements; sizes and ndim must be at least 0, "
                           "elements below 2^52",
                           d->name, (long long)d->rows, (long long)d->row_length);
-    if (d->ndim <= 1 && d->row_length != 1 && !(d->rows == 1 && d->row_length >= 4096) && d->rows && d->row_length)
+    const int has_elements = d->rows && d->row_length;
+    if (!has_elements && !d->may_be_empty)
+        return hstep_fail(
+            o, HALFSTEP_ERROR_SHAPE,
+            "tensor '%s' has no elements: rows is %lld and row_length %lld; set both, or may_be_empty = 1 "
+            "if it shall have none",
+            d->name, (long long)d->rows, (long long)d->row_length);
+    if (has_elements && d->ndim == 0 && d->rows * d->row_length != 1)
         return hstep_fail(o, HALFSTEP_ERROR_SHAPE,
-                          "tensor '%s': %d dimension%s need n rows of length 1, or one row of at least 4096", d->name,
-                          (int)d->ndim, d->ndim == 1 ? "" : "s");
+                          "tensor '%s': ndim is 0, a scalar, but there are %lld x %lld elements; set ndim", d->name,
+                          (long long)d->rows, (long long)d->row_length);
+    if (has_elements && d->ndim == 1 && d->row_length != 1 && !(d->rows == 1 && d->row_length >= 4096))
+        return hstep_fail(
+            o, HALFSTEP_ERROR_SHAPE,
+            "tensor '%s': %lld rows of %lld are not of one dimension, which has n rows of length 1, or one "
+            "row of at least 4096",
+            d->name, (long long)d->rows, (long long)d->row_length);
     const char *wrong = hstep_divide(t, d);
     if (wrong && !strcmp(wrong, "split")) return fail_split(o, d);
     if (wrong)
@@ -130,18 +143,26 @@ static int check_shape(const halfstep_optimizer *o, const halfstep_tensor *d, st
         return hstep_fail(o, HALFSTEP_ERROR_SHAPE,
                           "tensor '%s': columns %lld + %lld (first + number) are not within its rows of %lld", d->name,
                           (long long)t->first_column, (long long)t->n_columns, (long long)d->row_length);
+    if (!d->may_be_empty && (!t->n_rows || !t->n_columns))
+        return hstep_fail(o, HALFSTEP_ERROR_SHAPE,
+                          "tensor '%s': the part held here has no elements, because n_rows is %lld and n_columns %lld; "
+                          "set both, or may_be_empty = 1 if it shall have none",
+                          d->name, (long long)t->n_rows, (long long)t->n_columns);
     return HALFSTEP_OK;
 }
 
 static int choose_formats(const halfstep_optimizer *o, const halfstep_tensor *d, struct hstep_tensor *t)
 {
-    int gradient = halfstep_format_find(d->gradient), raw = hstep_rules[t->rule].kind == HSTEP_RAW_GRADIENT;
+    const int gradient = halfstep_format_find(d->gradient), raw = hstep_rules[t->rule].kind == HSTEP_RAW_GRADIENT;
     int roles = HALFSTEP_ROLE_GRADIENT | (raw ? HALFSTEP_ROLE_WEIGHT : 0);
     char known[HSTEP_DETAIL_BYTES];
     hstep_list_formats(known, roles);
+    if (!d->gradient)
+        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT,
+                          "tensor '%s': gradient is NULL; set it to the format of its gradients: %s", d->name, known);
     if (gradient < 0)
         return hstep_fail(o, HALFSTEP_ERROR_NAME, "tensor '%s': unknown gradient format '%s'; known: %s", d->name,
-                          d->gradient ? d->gradient : "(null)", known);
+                          d->gradient, known);
     if (!(hstep_formats[gradient].roles & roles))
         return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED, "tensor '%s': '%s' cannot store gradients; these can: %s",
                           d->name, d->gradient, known);
@@ -220,15 +241,29 @@ void hstep_change_id(halfstep_optimizer *o, int tensor, uint64_t id)
     push(o, HSTEP_BY_ID, list_of_id(o, id), tensor);
 }
 
+/* Fails if errors and files could not name the tensor by its name. */
+static int check_name(const halfstep_optimizer *o, const char *name)
+{
+    if (!name || !*name)
+        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor number %d has no name; set name", o->n_tensors);
+    if (!hstep_is_utf8(name) || !strcmp(name, HSTEP_METADATA))
+        return hstep_fail(o, HALFSTEP_ERROR_NAME,
+                          "a tensor cannot be named '%s', because no file could hold it; names are UTF-8 and not %s",
+                          name, HSTEP_METADATA);
+    if (halfstep_tensor_find(o, name) < 0) return HALFSTEP_OK;
+    return hstep_fail(o, HALFSTEP_ERROR_DUPLICATE,
+                      "two tensors are named '%s'; files and errors name them, so each needs its own name", name);
+}
+
 static int add_tensor(halfstep_optimizer *o, const halfstep_tensor *d, int32_t *index)
 {
-    if (!d->name || !*d->name) return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "a tensor must have a name");
+    int error = check_name(o, d->name);
+    if (error) return error;
     if (o->settled)
         return hstep_fail(o, HALFSTEP_ERROR_ORDER, "tensor '%s': tensors must be added before the states exist",
                           d->name);
     struct hstep_tensor t = {.group = d->group, .ndim = d->ndim, .rows = d->rows, .row_length = d->row_length};
-    int error = hstep_check_group(o, d->group);
-    if (error) return error;
+    if ((error = hstep_check_group(o, d->group))) return error;
     t.rule = o->groups[t.group].recipe.rule;
     if ((error = check_shape(o, d, &t))) return error;
     if ((error = choose_formats(o, d, &t))) return error;
@@ -266,10 +301,16 @@ static int add_tensor(halfstep_optimizer *o, const halfstep_tensor *d, int32_t *
     return HALFSTEP_OK;
 }
 
-int halfstep_add_tensor(halfstep_optimizer *o, const halfstep_tensor *given, int32_t *index)
+int halfstep_add_tensor(halfstep_optimizer *o, const halfstep_tensor *tensor, int32_t *index)
 {
     halfstep_tensor d = {0};
-    if (!o || !given || !index || !hstep_take_struct(&d, sizeof d, given) || d.reserved) return HALFSTEP_ERROR_ARGUMENT;
+    HSTEP_NEED(o, o);
+    HSTEP_NEED(o, tensor);
+    HSTEP_NEED(o, index);
+    if (!hstep_take_struct(&d, sizeof d, tensor)) return hstep_fail_struct(o, __func__, tensor);
+    if (d.may_be_empty < 0 || d.may_be_empty > 1)
+        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor: may_be_empty = %d; allowed: 0, 1", (int)d.may_be_empty);
+    hstep_complete(&d);
     struct hstep_fp fp = hstep_fp_enter();
     int result = add_tensor(o, &d, index);
     hstep_fp_leave(fp);
@@ -280,9 +321,10 @@ uint64_t halfstep_name_id(const char *name) { return name ? hstep_hash_name(name
 
 int32_t halfstep_tensor_count(const halfstep_optimizer *o) { return o ? o->n_tensors : 0; }
 
-int halfstep_get_tensor(const halfstep_optimizer *o, int32_t index, halfstep_tensor *d)
+int halfstep_get_tensor(const halfstep_optimizer *o, int32_t index, halfstep_tensor *tensor)
 {
-    if (!o || !d) return HALFSTEP_ERROR_ARGUMENT;
+    HSTEP_NEED(o, o);
+    HSTEP_NEED(o, tensor);
     int error = hstep_check_tensor(o, index);
     if (error) return error;
     const struct hstep_tensor *t = &o->tensors[index];
@@ -290,6 +332,7 @@ int halfstep_get_tensor(const halfstep_optimizer *o, int32_t index, halfstep_ten
                             .name = o->labels[index].name,
                             .id = t->id,
                             .ndim = t->ndim,
+                            .may_be_empty = !t->n_rows || !t->n_columns,
                             .rows = t->rows,
                             .row_length = t->row_length,
                             .first_row = t->first_row,
@@ -300,15 +343,14 @@ int halfstep_get_tensor(const halfstep_optimizer *o, int32_t index, halfstep_ten
                             .gradient = hstep_formats[t->slot[HALFSTEP_SLOT_GRADIENT].format].name};
     for (int i = 0; i < t->blocks && t->blocks > 1; i++)
         ours.split[i] = t->block_end[i] - (i ? t->block_end[i - 1] : 0);
-    return hstep_give_struct(d, &ours, sizeof ours) ? HALFSTEP_OK : HALFSTEP_ERROR_ARGUMENT;
+    return hstep_give_struct(tensor, &ours, sizeof ours) ? HALFSTEP_OK : hstep_fail_struct(o, __func__, tensor);
 }
 
 int32_t halfstep_tensor_find(const halfstep_optimizer *o, const char *name)
 {
-    int found = -1;
-    for (int i = o && name && o->links ? *list_of_name(o, name) : -1; i >= 0; i = o->links[i].next[HSTEP_BY_NAME])
-        if (!strcmp(o->labels[i].name, name) && (found < 0 || i < found)) found = i;
-    return found;
+    int i = o && name && o->links ? *list_of_name(o, name) : -1;
+    while (i >= 0 && strcmp(o->labels[i].name, name) != 0) i = o->links[i].next[HSTEP_BY_NAME];
+    return i;
 }
 
 void hstep_share_scalars(halfstep_optimizer *o)
@@ -329,7 +371,7 @@ void hstep_share_scalars(halfstep_optimizer *o)
 int halfstep_memory(const halfstep_optimizer *o, uint64_t *weights, uint64_t *gradients, uint64_t *weight_extras,
                     uint64_t *states, int32_t *fell_back)
 {
-    if (!o) return HALFSTEP_ERROR_ARGUMENT;
+    HSTEP_NEED(o, o);
     uint64_t sum[4] = {0};
     int32_t fallen = 0;
     for (int i = 0; i < o->n_tensors; i++) {

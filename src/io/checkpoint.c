@@ -1,6 +1,8 @@
 /* Checkpoint directories: generations of files, each sealed by a manifest, and one pointer that is replaced last. The
  * layout and what each step of a save guarantees are in docs/checkpoints.md. Over 500 lines because saving, pruning and
  * opening must agree on that layout, and nobody else may know it. */
+#include <stdatomic.h>
+
 #include "base/structs.h"
 #include "io/files.h"
 #include "io/json.h"
@@ -372,7 +374,7 @@ static int remove_own_directory(const char *directory, hstep_error *error)
 
 typedef struct generation {
     char *name;
-    uint64_t sequence;
+    uint64_t sequence, step;
     int is_link; /* a symbolic link: somebody keeps this generation elsewhere */
 } generation;
 
@@ -429,6 +431,7 @@ static int list_generations(const char *dir, generation **list, size_t *count, n
         if (!m.current) {
             found[n].is_link = is_link;
             found[n].sequence = m.sequence;
+            found[n].step = m.step;
             found[n].name = names[i];
             names[i] = NULL;
             n++;
@@ -446,11 +449,53 @@ static int list_generations(const char *dir, generation **list, size_t *count, n
     return HALFSTEP_OK;
 }
 
+/* ---- What this process knows of directories ---------------------------------------------------------------------- */
+
+/* A save removes no checkpoint that its process has neither saved nor opened, because another run may need it. So the
+ * process remembers, for each directory, the sequence of the newest checkpoint that it knows there. Checkpoints up to
+ * `others` were there when a save of this process found a newest one that it did not know. */
+typedef struct acquaintance {
+    uint64_t id[2]; /* of the directory */
+    uint64_t newest, others;
+} acquaintance;
+
+/* The directories that were saved into or opened last. A save into one that has fallen out removes nothing there. */
+enum { ACQUAINTANCES = 256 };
+static struct {
+    atomic_flag lock;
+    size_t count; /* that were ever entered */
+    acquaintance list[ACQUAINTANCES];
+} acquaintances = {.lock = ATOMIC_FLAG_INIT};
+
+/* Reads into *a what is known of the directory a->id, or stores *a there. Does nothing if the system refused to say
+ * which directory that is. */
+static void look_up(acquaintance *a, int store)
+{
+    size_t i = 0;
+    if (!a->id[0] && !a->id[1]) return;
+    while (atomic_flag_test_and_set(&acquaintances.lock)) {
+    }
+    const size_t n = acquaintances.count < ACQUAINTANCES ? acquaintances.count : ACQUAINTANCES;
+    while (i < n && memcmp(acquaintances.list[i].id, a->id, sizeof a->id)) i++;
+    if (store) acquaintances.list[i < n ? i : acquaintances.count++ % ACQUAINTANCES] = *a;
+    else if (i < n) *a = acquaintances.list[i];
+    atomic_flag_clear(&acquaintances.lock);
+}
+
+/* Returns what is known of a directory. */
+static acquaintance recall(const uint64_t id[2])
+{
+    acquaintance a = {{id[0], id[1]}, 0, 0};
+    look_up(&a, 0);
+    return a;
+}
+
 /* ---- Saving ------------------------------------------------------------------------------------------------------ */
 
 struct halfstep_checkpoint_save {
     char *dir, *temporary; /* the temporary directory inside dir, or NULL before it exists */
     int created_dir;
+    uint64_t dir_id[2];
     hstep_file *lock;
     halfstep_save_options options;
     manifest manifest;
@@ -538,6 +583,9 @@ int halfstep_begin_checkpoint(halfstep_checkpoint_save **save, const char *dir, 
         return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_begin_checkpoint: wrong struct_size");
     if (ours.step > INT64_MAX)
         return hstep_fail(&error, HALFSTEP_ERROR_RANGE, "step %llu is too large; at most 2^63 - 1", ull(ours.step));
+    if (ours.newest && !ours.prune_if)
+        return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT,
+                          "halfstep_begin_checkpoint: newest counts only with prune_if; set prune_if = 1 too");
     halfstep_checkpoint_save *made = calloc(1, sizeof *made);
     if (!made) return hstep_fail_memory(&error);
     made->options = ours;
@@ -549,9 +597,18 @@ int halfstep_begin_checkpoint(halfstep_checkpoint_save **save, const char *dir, 
     if (!code && made->created_dir && !made->options.no_sync) code = sync_parent(dir, &error);
     if (!code) {
         code = hstep_lock_directory(&made->lock, dir, HSTEP_LOCK_EXCLUSIVE, &busy, &error);
-        if (busy) hstep_fail(&error, code, "%s: another process is saving a checkpoint there", dir);
+        if (busy)
+            hstep_fail(&error, code,
+                       "%s: another save there is under way, of another process or of this one; commit or abandon it "
+                       "first",
+                       dir);
     }
-    if (!code) code = check_not_generation(dir, &error);
+    if (!code) {
+        hstep_identify(dir, made->dir_id);
+        /* The system may give a new directory the numbers of one that is gone. */
+        if (made->created_dir) look_up(&(acquaintance){{made->dir_id[0], made->dir_id[1]}, 0, 0}, 1);
+        code = check_not_generation(dir, &error);
+    }
     if (!code) code = remove_leftovers(made, &error);
     if (!code) {
         int created;
@@ -641,7 +698,10 @@ static int add_file(halfstep_checkpoint_save *save, const char *name, const half
                           name);
     for (size_t i = 0; i < m->file_count; i++)
         if (!strcmp(m->files[i].name, name))
-            return hstep_fail(error, HALFSTEP_ERROR_DUPLICATE, "%s: two files are named \"%s\"", save->dir, name);
+            return hstep_fail(error, HALFSTEP_ERROR_DUPLICATE,
+                              "%s: two files are named \"%s\"; give one another name (those of an optimizer by "
+                              "optimizer_file and model_file of its options)",
+                              save->dir, name);
 
     char *copy = hstep_copy(name);
     int code = copy && hstep_grow((void **)&m->files, m->file_count, &m->file_capacity, sizeof *m->files)
@@ -795,12 +855,20 @@ static int retire_generation(const char *dir, const char *name, char **temporary
     return busy ? HALFSTEP_OK : code;
 }
 
-/* Makes links and removes old generations. The pointer is durable and the checkpoint safe by then. Trouble here is
- * therefore a note, not a failure, and does not keep the rest from being tidied. */
-static void tidy(halfstep_checkpoint_save *save, const char *name)
+/* Tells whether a generation may be removed: it is of no other run, and its step is not higher than the new one's. */
+static int may_be_removed(const halfstep_checkpoint_save *save, const generation *g, uint64_t others)
+{
+    return g->sequence > others && (save->options.prune_if || g->step <= save->manifest.step);
+}
+
+/* Makes links and removes old generations, but none of other runs, with sequences up to `others`. The pointer is
+ * durable and the checkpoint safe by then. Trouble here is therefore a note, not a failure, and does not keep the rest
+ * from being tidied. */
+static void tidy(halfstep_checkpoint_save *save, const char *name, uint64_t others)
 {
     generation *list;
-    size_t count, own = 0;
+    const char *left = NULL;
+    size_t count, own = 0, left_count = 0;
     char detail[512];
     hstep_error trouble = hstep_make_error(detail, sizeof detail);
     for (size_t i = 0; i < save->manifest.file_count && !save->options.no_links; i++)
@@ -809,10 +877,18 @@ static void tidy(halfstep_checkpoint_save *save, const char *name)
     int code = list_generations(save->dir, &list, &count, &save->notes, &trouble);
     char **retired = code ? NULL : calloc(count + 1, sizeof *retired);
     if (!code && !retired) code = hstep_fail_memory(&trouble);
-    for (size_t i = 0; i < count && !code; i++)
-        if (!list[i].is_link && own++ >= save->options.keep &&
-            retire_generation(save->dir, list[i].name, &retired[i], &trouble))
-            add_note(&save->notes, detail);
+    for (size_t i = 0; i < count && !code; i++) {
+        if (list[i].is_link || own++ < save->options.keep) continue;
+        if (!may_be_removed(save, &list[i], others)) left_count++, left = left ? left : list[i].name;
+        else if (retire_generation(save->dir, list[i].name, &retired[i], &trouble)) add_note(&save->notes, detail);
+    }
+    if (left_count) {
+        snprintf(detail, sizeof detail,
+                 "%zu older checkpoint%s there, such as %s, because another run has saved there, or its step is "
+                 "higher; remove what nobody needs",
+                 left_count, left_count == 1 ? " stays" : "s stay", left);
+        add_note(&save->notes, detail);
+    }
     /* The new names reach the disk before any removal, so that a loss of power cannot bring back half of a
      * generation. */
     if (!code && !save->options.no_sync) code = hstep_sync_directory(save->dir, &trouble);
@@ -825,8 +901,10 @@ static void tidy(halfstep_checkpoint_save *save, const char *name)
     free_generations(list, count);
 }
 
-/* Writes the highest sequence number in dir to *sequence, or 0 if there is none. */
-static int find_newest(const char *dir, uint64_t *sequence, hstep_error *error)
+/* Writes the highest sequence number in dir to *sequence, or 0 if there is none, and to *current that of the current
+ * checkpoint. A higher one than that is of a save that was killed. Without a sound pointer both are the same. Sets
+ * *has_pointer to 0 if there is none, sound or not. */
+static int find_newest(const char *dir, uint64_t *sequence, uint64_t *current, int *has_pointer, hstep_error *error)
 {
     manifest pointer;
     hstep_error ignored = {0};
@@ -839,7 +917,10 @@ static int find_newest(const char *dir, uint64_t *sequence, hstep_error *error)
         free_manifest(&pointer);
     }
     int code = list_generations(dir, &list, &count, NULL, error);
+    *has_pointer = !ignored.not_found;
+    *current = *sequence;
     if (count && list[0].sequence > *sequence) *sequence = list[0].sequence;
+    if (!*current) *current = *sequence;
     free_generations(list, count);
     if (*sequence >= INT64_MAX)
         return hstep_fail(error, HALFSTEP_ERROR_RANGE,
@@ -863,28 +944,37 @@ static int check_generation(const halfstep_checkpoint_save *save, const char *pa
 static int commit(halfstep_checkpoint_save *save, hstep_error *error)
 {
     char *name = NULL, *path = NULL;
-    int renamed = 0;
-    uint64_t newest = 0;
-    int code = find_newest(save->dir, &newest, error);
+    int renamed = 0, has_pointer;
+    uint64_t newest, current;
+    if (!save->manifest.file_count && !save->manifest.values.count)
+        return hstep_fail(error, HALFSTEP_ERROR_ORDER,
+                          "%s: the checkpoint has no file and no value; save an optimizer into it first", save->dir);
+    int code = find_newest(save->dir, &newest, &current, &has_pointer, error);
+    acquaintance known = recall(save->dir_id);
     save->manifest.sequence = newest + 1;
-    if (save->options.prune_if && newest != save->options.newest) {
-        save->options.keep = UINT32_MAX;
-        add_note(&save->notes, "another program has saved there: no checkpoint is removed");
-    }
+    if (save->options.prune_if) known.others = current != save->options.newest ? newest : 0;
+    else if (current != known.newest) known.others = newest;
+    known.newest = save->manifest.sequence;
     if (!code) code = seal_generation(save, error);
     if (!code) code = name_generation(save, &name, &path, error);
     if (!code && !save->options.no_sync) code = hstep_sync_directory(save->dir, error);
     if (!code) code = check_generation(save, path, error);
     if (!code) code = replace_pointer(save, name, &renamed, error);
+    if (renamed) look_up(&known, 1);
     if (!code) {
-        tidy(save, name);
+        tidy(save, name, known.others);
         if (save->notes.text[0])
             hstep_fail(error, HALFSTEP_OK, "note: the checkpoint is saved, but %s", save->notes.text);
         save->created_dir = 0;
     } else if (!renamed && !save->temporary) {
         /* The generation has its name but no pointer. A temporary name lets end_save() remove it. */
         hstep_error ignored = {0};
+        char first[512];
+        snprintf(first, sizeof first, "%s", error->size ? error->text : "");
         retire_generation(save->dir, name, &save->temporary, &ignored);
+        /* Without a pointer the first generation of all opens. */
+        if (!save->temporary && !has_pointer && !newest)
+            hstep_fail(error, code, "%s; %s is in place all the same, and could not be removed", first, path);
     }
     if (renamed) save->created_dir = 0;
     free(name);
@@ -910,7 +1000,8 @@ void halfstep_abandon_checkpoint(halfstep_checkpoint_save *save)
 
 struct halfstep_checkpoint {
     char *directory;
-    hstep_file *lock; /* shared, so that no save removes what is being read */
+    uint64_t dir_id[2]; /* of the directory above */
+    hstep_file *lock;   /* shared, so that no save removes what is being read */
     manifest manifest;
     int fell_back;
 };
@@ -922,6 +1013,15 @@ void halfstep_close_checkpoint(halfstep_checkpoint *checkpoint)
     free_manifest(&checkpoint->manifest);
     free(checkpoint->directory);
     free(checkpoint);
+}
+
+void hstep_know_checkpoint(const halfstep_checkpoint *checkpoint, int known)
+{
+    acquaintance now = recall(checkpoint->dir_id);
+    const uint64_t sequence = checkpoint->manifest.sequence;
+    if (known && sequence > now.newest) now.newest = sequence;
+    if (!known && sequence == now.newest) now.newest = 0;
+    look_up(&now, 1);
 }
 
 static int verify_file(const file_record *record, int check_contents, void *piece, size_t piece_bytes,
@@ -958,7 +1058,10 @@ static int open_generation(halfstep_checkpoint **checkpoint, const char *directo
     void *piece = malloc(PIECE);
     halfstep_checkpoint *made = calloc(1, sizeof *made);
     int code = piece && made ? HALFSTEP_OK : hstep_fail_memory(error);
-    if (!code && !(made->directory = hstep_copy(directory))) code = hstep_fail_memory(error);
+    char *parent = code ? NULL : hstep_parent_path(directory);
+    if (!code && (!parent || !(made->directory = hstep_copy(directory)))) code = hstep_fail_memory(error);
+    if (!code) hstep_identify(parent, made->dir_id);
+    free(parent);
     if (!code) {
         code = hstep_lock_directory(&made->lock, directory, HSTEP_LOCK_SHARED, &busy, error);
         if (busy) error->not_found = 1; /* only a removal takes an exclusive lock */
@@ -997,7 +1100,8 @@ static int is_damage(int code, const hstep_error *error)
 
 /* Looks for another generation after the current one failed to open with `code` and the text in *error. If fallback is
  * set and all newer ones are damaged, opens the newest sound generation. Otherwise adds to the text that there is
- * another checkpoint, if there is one, and returns a failure. */
+ * another checkpoint, if there is one, and returns a failure. That is NAME only if there is no checkpoint at all. A
+ * lone first generation without a pointer is opened, because a kill of the first save leaves it so, whole. */
 static int open_older(halfstep_checkpoint **checkpoint, const char *dir, const char *current, int fallback,
                       int check_contents, int code, hstep_error *error)
 {
@@ -1011,6 +1115,10 @@ static int open_older(halfstep_checkpoint **checkpoint, const char *dir, const c
     if (!is_damage(code, error)) fallback = 0;
     int listed = list_generations(dir, &list, &count, &unread, &trouble), stopped = 0;
     if (listed) count = 0;
+    if (listed && code == HALFSTEP_ERROR_NAME && !trouble.not_found) code = hstep_fail(error, listed, "%s", detail);
+    const int lone_first = count == 1 && code == HALFSTEP_ERROR_NAME && list[0].sequence == 1;
+    if (lone_first) fallback = 1;
+    if (count && code == HALFSTEP_ERROR_NAME) code = HALFSTEP_ERROR_FORMAT;
     if (fallback && (listed || unread.text[0])) {
         hstep_fail(error, code, "%s; %s", first ? first : "", listed ? detail : unread.text);
         stopped = 1;
@@ -1023,7 +1131,7 @@ static int open_older(halfstep_checkpoint **checkpoint, const char *dir, const c
                           : hstep_fail_memory(&trouble);
         opened = !result;
         if (opened && fallback) {
-            (*checkpoint)->fell_back = 1;
+            (*checkpoint)->fell_back = !lone_first;
             hstep_fail(error, code, "note: %s; opened %s instead", first ? first : "", path);
         } else if (opened) {
             halfstep_close_checkpoint(*checkpoint);
@@ -1035,6 +1143,7 @@ static int open_older(halfstep_checkpoint **checkpoint, const char *dir, const c
         }
         free(path);
     }
+    if (lone_first && !opened) hstep_fail(error, code, "%s; %s", first ? first : "", detail);
     free_generations(list, count);
     free(first);
     return opened && fallback ? HALFSTEP_OK : code;
@@ -1055,7 +1164,7 @@ int halfstep_open_checkpoint(halfstep_checkpoint **checkpoint, const char *path,
     if (options && !hstep_take_struct(&ours, sizeof ours, options))
         return hstep_fail(&result, HALFSTEP_ERROR_ARGUMENT, "halfstep_open_checkpoint: wrong struct_size");
 
-    int code, fallback = ours.fallback != 0, check_contents = !ours.skip_contents;
+    int code, fallback = ours.fallback != 0, check_contents = !ours.skip_contents, is_current = 0;
     uint64_t tried = 0;
     for (;;) {
         error.not_found = error.incomplete = 0;
@@ -1081,11 +1190,18 @@ int halfstep_open_checkpoint(halfstep_checkpoint **checkpoint, const char *path,
         /* Between the two reads a save may have finished and removed the generation that the pointer named. Read the
          * pointer again, as long as it keeps changing. */
         int again = code && error.not_found && pointer.sequence != tried;
+        is_current = !code;
         if (code && !again)
             code = open_older(checkpoint, path, pointer.current, fallback, check_contents, code, &error);
         tried = pointer.sequence;
         free_manifest(&pointer);
         if (!again) break;
+    }
+    if (!code) {
+        /* One that the pointer names is the newest, whatever there was before. */
+        acquaintance now = recall((*checkpoint)->dir_id);
+        if (is_current) now.newest = 0, look_up(&now, 1);
+        hstep_know_checkpoint(*checkpoint, 1);
     }
     if (detail[0] && (code || !strncmp(detail, "note: ", 6))) hstep_fail(&result, code, "%s", detail);
     return code;

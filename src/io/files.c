@@ -409,6 +409,15 @@ int hstep_remove_directory(const char *path, hstep_error *error)
     return rmdir(path) && errno != ENOENT ? hstep_fail_system(error, "remove", path) : HALFSTEP_OK;
 }
 
+int hstep_identify(const char *path, uint64_t id[2])
+{
+    struct stat status;
+    if (stat(path, &status)) return 0;
+    id[0] = (uint64_t)status.st_dev;
+    id[1] = (uint64_t)status.st_ino;
+    return 1;
+}
+
 hstep_kind hstep_kind_of(const char *path)
 {
     struct stat status;

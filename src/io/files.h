@@ -74,6 +74,9 @@ int hstep_remove_file(const char *path, hstep_error *error);
 /* Removes an empty directory. Succeeds if there is none. */
 int hstep_remove_directory(const char *path, hstep_error *error);
 
+/* Writes two numbers that tell a directory from every other one that there is now. Returns 0 if the system refuses. */
+int hstep_identify(const char *path, uint64_t id[2]);
+
 /* What lies at a path, without following links. UNKNOWN: the system refuses to say. */
 typedef enum hstep_kind {
     HSTEP_KIND_NOTHING,

@@ -5,34 +5,6 @@
 
 /* ---- Characters ---- */
 
-size_t hstep_utf8(const char *text, size_t n, uint32_t *number)
-{
-    const unsigned char *s = (const unsigned char *)text;
-    if (!n) return 0;
-    *number = s[0];
-    if (s[0] < 0x80) return 1;
-    size_t length = s[0] >= 0xc2 && s[0] < 0xe0 ? 2 : (s[0] & 0xf0) == 0xe0 ? 3 : s[0] >= 0xf0 && s[0] < 0xf5 ? 4 : 0;
-    if (!length || length > n) return 0;
-    unsigned char low = s[0] == 0xe0 ? 0xa0 : s[0] == 0xf0 ? 0x90 : 0x80;
-    unsigned char high = s[0] == 0xed ? 0x9f : s[0] == 0xf4 ? 0x8f : 0xbf;
-    if (s[1] < low || s[1] > high) return 0;
-    *number = s[0] & (0x7fu >> length);
-    for (size_t i = 1; i < length; i++) {
-        if ((s[i] & 0xc0) != 0x80) return 0;
-        *number = *number << 6 | (s[i] & 0x3f);
-    }
-    return length;
-}
-
-int hstep_is_utf8(const char *text)
-{
-    size_t left = strlen(text), length;
-    uint32_t number;
-    for (; left; text += length, left -= length)
-        if (!(length = hstep_utf8(text, left, &number))) return 0;
-    return 1;
-}
-
 int hstep_is_plain(uint32_t number)
 {
     return number >= 0x20 && !(number >= 0x7f && number < 0xa0) && number != 0xad && number != 0x61c &&

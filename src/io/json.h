@@ -11,6 +11,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "base/structs.h"
+
 /* A reader. It decodes strings in place, so it overwrites text behind the cursor, and text must outlive the strings. */
 typedef struct hstep_json {
     char *text;
@@ -44,10 +46,6 @@ int hstep_json_end(hstep_json *json);
 /* The nesting that the reference reader of safetensors allows. */
 #define HSTEP_JSON_DEPTH 128
 
-/* Returns the length of the UTF-8 character at text, which has n bytes, and writes its number to *number. Returns 0 if
- * no well-formed character begins there: in its shortest form, no surrogate, nothing above U+10FFFF. */
-size_t hstep_utf8(const char *text, size_t n, uint32_t *number);
-int hstep_is_utf8(const char *text);
 /* Returns 1 for a character that a terminal shows. Returns 0 for those that it obeys (C0, delete, C1). Returns 0 also
  * for those that break lines, turn text around or are invisible, because they can make one name look like another. */
 int hstep_is_plain(uint32_t number);

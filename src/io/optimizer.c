@@ -203,21 +203,15 @@ static int describe(record *r, const halfstep_optimizer *optimizer, int takes_pa
     for (int32_t i = 0; i < r->tensor_count && !code; i++) code = describe_tensor(r, i, error);
     if (code) return code;
     qsort(r->by_name, (size_t)r->tensor_count, sizeof *r->by_name, compare_names);
-    for (int32_t i = 1; i < r->tensor_count; i++)
-        if (!strcmp(r->by_name[i - 1].name, r->by_name[i].name))
-            return hstep_fail(error, HALFSTEP_ERROR_DUPLICATE,
-                              "two tensors are named \"%s\"; in a file each needs its own "
-                              "name",
-                              r->by_name[i].name);
     return HALFSTEP_OK;
 }
 
 /* ---- Arguments --------------------------------------------------------------------------------------------------- */
 
 /* Copies the caller's options to *ours and points *options there. Fields that the caller's header lacks have their
- * defaults. A NULL *options stays NULL. */
-static int take_options(halfstep_file_options *ours, const halfstep_file_options **options, const char *function,
-                        hstep_error *error)
+ * defaults. A NULL *options stays NULL. has_checkpoint: 0 for a file by itself. */
+static int take_options(halfstep_file_options *ours, const halfstep_file_options **options, int has_checkpoint,
+                        const char *function, hstep_error *error)
 {
     memset(ours, 0, sizeof *ours);
     if (!*options) return HALFSTEP_OK;
@@ -227,6 +221,11 @@ static int take_options(halfstep_file_options *ours, const halfstep_file_options
     if (ours->settings > HALFSTEP_SETTINGS_COMPARE || ours->reserved)
         return hstep_fail(error, HALFSTEP_ERROR_ARGUMENT,
                           "%s: invalid options; settings must be 0 or 1, and reserved 0", function);
+    if (!has_checkpoint && (ours->optimizer_file || ours->model_file))
+        return hstep_fail(error, HALFSTEP_ERROR_ARGUMENT,
+                          "%s: optimizer_file and model_file name files of a checkpoint; leave them NULL, because path "
+                          "names this file",
+                          function);
     return HALFSTEP_OK;
 }
 
@@ -483,7 +482,7 @@ int halfstep_save_optimizer(halfstep_checkpoint_save *save, const halfstep_optim
     halfstep_file_options ours;
     if (!save || !optimizer)
         return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_save_optimizer: NULL argument");
-    int code = take_options(&ours, &options, "halfstep_save_optimizer", &error);
+    int code = take_options(&ours, &options, 1, "halfstep_save_optimizer", &error);
     return hstep_note_failure(save, code ? code : write_files(save, NULL, optimizer, weights, options, &error), &error);
 }
 
@@ -494,7 +493,7 @@ int halfstep_write_optimizer(const char *path, const halfstep_optimizer *optimiz
     halfstep_file_options ours;
     if (!path || !optimizer)
         return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_write_optimizer: NULL argument");
-    int code = take_options(&ours, &options, "halfstep_write_optimizer", &error);
+    int code = take_options(&ours, &options, 0, "halfstep_write_optimizer", &error);
     return code ? code : write_files(NULL, path, optimizer, weights, options, &error);
 }
 
@@ -855,6 +854,23 @@ static int check_ids(const loading *l)
     return code;
 }
 
+/* Fails if a name in `leave` is not one of a setting here, because it would leave nothing. */
+static int check_left(const loading *l)
+{
+    const record *r = l->record;
+    for (const char *const *name = l->options ? l->options->leave : NULL; name && *name; name++) {
+        int known = !strcmp(*name, "seed");
+        for (size_t i = 0; i < r->setting_count && !known; i++) known = !strcmp(r->settings[i].name, *name);
+        if (!known)
+            return hstep_fail(
+                l->error, HALFSTEP_ERROR_ARGUMENT,
+                "options: leave names \"%s\", which is no hyper-parameter or choice of this optimizer, nor "
+                "\"seed\"",
+                *name);
+    }
+    return HALFSTEP_OK;
+}
+
 static int read_numbers(const loading *l)
 {
     record *r = l->record;
@@ -863,7 +879,8 @@ static int read_numbers(const loading *l)
         return hstep_fail(l->error, HALFSTEP_ERROR_FORMAT,
                           "%s is not an optimizer file of halfstep: its format is not \"" HSTEP_OPTIMIZER_FORMAT "\"",
                           l->states.path);
-    int code = check_unknown_tensors(l);
+    int code = check_left(l);
+    if (!code) code = check_unknown_tensors(l);
     for (int32_t i = 0; i < r->tensor_count && !code; i++) code = read_counters(l, &r->tensors[i]);
     for (int32_t i = 0; i < r->tensor_count && !code; i++) code = read_group_of(l, &r->tensors[i]);
     if (!code) code = read_seed(l);
@@ -1122,7 +1139,9 @@ static int open_source(hstep_source *source, const halfstep_checkpoint *checkpoi
     source->path = halfstep_checkpoint_path(checkpoint, name);
     if (source->path) return halfstep_open_safetensors(&source->file, source->path, error->text, error->size);
     halfstep_get_checkpoint_info(checkpoint, &info);
-    return hstep_fail(error, HALFSTEP_ERROR_NAME, "%s: the checkpoint has no %s", info.directory, name);
+    return hstep_fail(error, HALFSTEP_ERROR_MISMATCH,
+                      "%s: the checkpoint is sound, but has no %s; it was saved without it, or under another name",
+                      info.directory, name);
 }
 
 /* Loads an optimizer from a checkpoint, or from the file at path if checkpoint is NULL. Error texts name `function`. */
@@ -1135,7 +1154,7 @@ static int load_files(const char *function, const halfstep_checkpoint *checkpoin
     loading l = {.weights = weights, .has_model_file = checkpoint != NULL};
     if ((!checkpoint && !path) || !optimizer)
         return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "%s: NULL argument", function);
-    int code = take_options(&ours, &options, function, &error);
+    int code = take_options(&ours, &options, checkpoint != NULL, function, &error);
     l.options = options;
     if (!code && checkpoint) {
         code = open_source(&l.states, checkpoint, optimizer_file(options), &error);
@@ -1146,6 +1165,7 @@ static int load_files(const char *function, const halfstep_checkpoint *checkpoin
         l.model = l.states;
     }
     if (!code) code = load(&l, optimizer, &error);
+    if (checkpoint) hstep_know_checkpoint(checkpoint, !code);
     halfstep_close_safetensors(l.states.file);
     if (checkpoint) halfstep_close_safetensors(l.model.file);
     return code;

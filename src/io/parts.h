@@ -7,6 +7,10 @@
 /* Keeps the first failure of a save, which a commit repeats. Returns code. */
 int hstep_note_failure(halfstep_checkpoint_save *save, int code, const hstep_error *error);
 
+/* Notes that this process knows the contents of a checkpoint, or with known = 0 that it could not take them. A save
+ * removes only what its process knows. */
+void hstep_know_checkpoint(const halfstep_checkpoint *checkpoint, int known);
+
 /* Returns the CRC-64 of more bytes after those whose checksum is crc (0 at the start). */
 uint64_t hstep_crc64(uint64_t crc, const void *data, uint64_t bytes);
 

@@ -19,7 +19,6 @@
 /* Bytes requested from a fill function at a time: just under 1 MiB, and whole elements of every dtype. */
 #define HSTEP_FILL_BYTES (192u * 5461u)
 
-#define HSTEP_METADATA "__metadata__"
 #define HSTEP_WRITE_PREFIX ".halfstep-write-"
 
 typedef struct dtype_row {

@@ -9,6 +9,7 @@
 #include <string.h>
 
 #include "base/api.h"
+#include "base/process/detail.h"
 #include "base/process/environment.h"
 
 #if defined(__x86_64__)
@@ -272,8 +273,13 @@ int halfstep_set_isa(const char *name)
     int isa = -1;
     if (name) {
         isa = hstep_isa_find(name);
-        if (isa < 0) return HALFSTEP_ERROR_NAME;
-        if (!hstep_isa_available(isa)) return HALFSTEP_ERROR_UNSUPPORTED;
+        if (isa < 0)
+            return hstep_fail_alone(HALFSTEP_ERROR_NAME,
+                                    "unknown instruction set '%s'; 'halfstep info' lists those of this build", name);
+        if (!hstep_isa_available(isa))
+            return hstep_fail_alone(
+                HALFSTEP_ERROR_UNSUPPORTED,
+                "this processor or this build does not have %s; 'halfstep info' lists what there is", name);
     }
     atomic_store(&chosen_isa, isa);
     return HALFSTEP_OK;

@@ -9,6 +9,11 @@ void hstep_lay_out(struct hstep_tensor *t);
 /* Returns the number of chunks of a laid out tensor. Writes them to `out` if that is not NULL, with tensor number
  * `index`. */
 int64_t hstep_cut_tensor(const struct hstep_tensor *t, int index, struct hstep_chunk *out);
+/* Completes a description: a tensor of at most one dimension has rows of length 1 where none is given. */
+HSTEP_INLINE void hstep_complete(halfstep_tensor *description)
+{
+    if (description->ndim <= 1 && !description->row_length) description->row_length = 1;
+}
 /* Takes the rows of matrices from a description, for a tensor whose rule is set. Returns NULL, or the name of the field
  * that is not valid. */
 const char *hstep_divide(struct hstep_tensor *t, const halfstep_tensor *description);

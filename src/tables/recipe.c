@@ -3,6 +3,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "base/process/detail.h"
 #include "base/structs.h"
 #include "tables/layout.h"
 
@@ -137,27 +138,44 @@ int hstep_recipe_text(const struct hstep_recipe *r, char *text, size_t size)
     return HALFSTEP_OK;
 }
 
+/* Parses the recipe of a call without a handle. */
+static int parse_alone(const char *function, const char *recipe, struct hstep_recipe *r)
+{
+    char detail[HSTEP_DETAIL_BYTES];
+    if (!recipe) return hstep_fail_alone(HALFSTEP_ERROR_ARGUMENT, "%s: recipe is NULL", function);
+    const int error = hstep_recipe_parse(recipe, r, detail, sizeof detail);
+    return error ? hstep_fail_alone(error, "%s", detail) : HALFSTEP_OK;
+}
+
+/* Fails because the caller's buffer is too small. */
+static int fail_room(const char *function, size_t size, int enough)
+{
+    return hstep_fail_alone(HALFSTEP_ERROR_RANGE, "%s: a buffer of %llu bytes is too small; %d are enough", function,
+                            (unsigned long long)size, enough);
+}
+
 int halfstep_recipe_full(const char *recipe, char *text, size_t size)
 {
     struct hstep_recipe r;
-    if (!recipe || !text) return HALFSTEP_ERROR_ARGUMENT;
-    int error = hstep_recipe_parse(recipe, &r, NULL, 0);
-    return error ? error : hstep_recipe_text(&r, text, size);
+    const int error = parse_alone(__func__, recipe, &r);
+    if (error) return error;
+    if (!text) return hstep_fail_alone(HALFSTEP_ERROR_ARGUMENT, "%s: text is NULL", __func__);
+    return hstep_recipe_text(&r, text, size) ? fail_room(__func__, size, 64) : HALFSTEP_OK;
 }
 
 int halfstep_recipe_caveat(const char *recipe, char *text, size_t size)
 {
     struct hstep_recipe r;
-    if (!recipe || !text || !size) return HALFSTEP_ERROR_ARGUMENT;
-    int error = hstep_recipe_parse(recipe, &r, NULL, 0);
+    const int error = parse_alone(__func__, recipe, &r);
     if (error) return error;
+    if (!text || !size) return hstep_fail_alone(HALFSTEP_ERROR_ARGUMENT, "%s: text is NULL, or has no room", __func__);
     *text = 0;
     for (int i = 0; i < hstep_rule_states(r.rule); i++) {
         const struct hstep_state *state = &hstep_rules[r.rule].state[i];
         if (r.state[i] < 0 || hstep_formats[r.state[i]].code_bits >= state->fewest_bits) continue;
         int n = snprintf(text, size, "%s: %s in %s %s", hstep_rules[r.rule].name, state->name,
                          hstep_formats[r.state[i]].name, state->coarse);
-        return (size_t)n < size ? HALFSTEP_OK : HALFSTEP_ERROR_RANGE;
+        return (size_t)n < size ? HALFSTEP_OK : fail_room(__func__, size, 256);
     }
     return HALFSTEP_OK;
 }
@@ -171,18 +189,38 @@ static int needed_by_default(int rule, int state, int ndim, int64_t rows, int64_
     return hstep_state_of_shape(rule, state, ndim, rows, row_length);
 }
 
+/* Copies the caller's description of a tensor to *d, and completes it. */
+static int take_tensor(const halfstep_tensor *tensor, halfstep_tensor *d)
+{
+    static const char function[] = "halfstep_tensor_bytes";
+    char text[HSTEP_DETAIL_BYTES];
+    if (!tensor) return hstep_fail_alone(HALFSTEP_ERROR_ARGUMENT, "%s: tensor is NULL", function);
+    if (!hstep_take_struct(d, sizeof *d, tensor)) {
+        hstep_describe_struct(text, function, tensor);
+        return hstep_fail_alone(HALFSTEP_ERROR_ARGUMENT, "%s", text);
+    }
+    hstep_complete(d);
+    return HALFSTEP_OK;
+}
+
 int halfstep_tensor_bytes(const char *recipe, const halfstep_tensor *tensor, uint64_t *weight, uint64_t *weight_extra,
                           uint64_t *states)
 {
     struct hstep_recipe r;
     halfstep_tensor d = {0};
-    if (!recipe || !tensor || !hstep_take_struct(&d, sizeof d, tensor)) return HALFSTEP_ERROR_ARGUMENT;
-    int error = hstep_recipe_parse(recipe, &r, NULL, 0);
-    if (error) return error;
+    int error = parse_alone(__func__, recipe, &r);
+    if (error || (error = take_tensor(tensor, &d))) return error;
     struct hstep_tensor t = {.rule = r.rule, .rows = d.rows, .row_length = d.row_length, .n_rows = d.rows};
     if (t.rows < 0 || t.row_length < 0 || (t.row_length && t.rows > (INT64_MAX >> 6) / t.row_length) ||
-        hstep_divide(&t, &d))
-        return HALFSTEP_ERROR_SHAPE;
+        (!d.may_be_empty && (!t.rows || !t.row_length)))
+        return hstep_fail_alone(HALFSTEP_ERROR_SHAPE,
+                                "invalid shape, %lld rows of %lld elements; both must be at least 1, or 0 with "
+                                "may_be_empty, elements below 2^57",
+                                (long long)t.rows, (long long)t.row_length);
+    const char *wrong = hstep_divide(&t, &d);
+    if (wrong)
+        return hstep_fail_alone(HALFSTEP_ERROR_SHAPE, "%s does not divide the %lld rows of the tensor", wrong,
+                                (long long)t.rows);
     const int stored = hstep_eligible_format(r.weight, r.weight, d.ndim, t.rows, t.row_length, hstep_common_rows(&t));
     if (weight) *weight = hstep_code_bytes(stored, t.rows, t.row_length);
     if (weight_extra) *weight_extra = hstep_extra_bytes(stored, t.rows, t.row_length);
@@ -201,6 +239,7 @@ int halfstep_tensor_bytes(const char *recipe, const halfstep_tensor *tensor, uin
 int halfstep_recipe_bytes(const char *recipe, int32_t ndim, int64_t rows, int64_t row_length, uint64_t *weight,
                           uint64_t *weight_extra, uint64_t *states)
 {
-    const halfstep_tensor t = {.struct_size = sizeof t, .ndim = ndim, .rows = rows, .row_length = row_length};
+    const halfstep_tensor t = {
+        .struct_size = sizeof t, .ndim = ndim, .rows = rows, .row_length = row_length, .may_be_empty = 1};
     return halfstep_tensor_bytes(recipe, &t, weight, weight_extra, states);
 }

@@ -5,7 +5,6 @@
 #include "base/rng.h"
 #include "base/scale.h"
 #include "base/schedule.h"
-#include "base/structs.h"
 #include "rules/transforms.h"
 #include "tables/tensor.h"
 #ifndef VL /* a device has its own vocabulary */
@@ -358,76 +357,4 @@ uint64_t hstep_extra_bytes(int format, int64_t n_rows, int64_t n_columns)
                       : f->geometry == FLAT ? (elements + block - 1) / block
                                             : (uint64_t)n_rows * (uint64_t)blocks_of(f, n_columns);
     return scales * (uint64_t)f->scale_bits / 8;
-}
-
-int32_t halfstep_rule_count(void) { return HSTEP_RULES; }
-int32_t halfstep_format_count(void) { return HSTEP_FORMATS; }
-int32_t halfstep_rule_find(const char *name) { return name ? hstep_find_rule(name, strlen(name)) : -1; }
-int32_t halfstep_format_find(const char *name) { return name ? hstep_find_format(name, strlen(name)) : -1; }
-
-int halfstep_get_rule_info(int32_t row, halfstep_rule_info *given)
-{
-    if (!given || row < 0 || row >= HSTEP_RULES) return HALFSTEP_ERROR_ARGUMENT;
-    const struct hstep_rule *rule = &hstep_rules[row];
-    halfstep_rule_info ours = {0}, *info = &ours;
-    info->id = rule->id;
-    info->name = rule->name;
-    info->title = rule->title;
-    info->label = rule->label;
-    info->decay = rule->decay;
-    info->states = hstep_rule_states(row);
-    for (int i = 0; i < info->states; i++) {
-        info->state_role[i] = rule->state[i].role;
-        info->state_name[i] = rule->state[i].name;
-        info->state_extent[i] = rule->state[i].extent;
-        info->precise_if[i] = rule->state[i].precise_while;
-        info->precise_format[i] = rule->state[i].precise_while ? hstep_formats[rule->state[i].precise].name : NULL;
-        info->average |= rule->state[i].role == WEIGHT && rule->state[i].beta;
-    }
-    info->scalars = hstep_rule_scalars(row);
-    for (int i = 0; i < info->scalars; i++) info->scalar_name[i] = rule->scalar[i].name;
-    info->two_pass = rule->norms > 0;
-    info->totals = rule->totals ? rule->norms : 0;
-    info->matrix = hstep_has_matrices(row);
-    info->accumulates = rule->keeps != NULL;
-    info->cautious = !rule->not_cautious;
-    info->cautious_decay = !rule->no_cautious_decay;
-    info->raw_gradient = rule->kind == HSTEP_RAW_GRADIENT;
-    info->hypers = HSTEP_COMMON_HYPERS + hstep_rule_hypers(row);
-    return hstep_give_struct(given, &ours, sizeof ours) ? HALFSTEP_OK : HALFSTEP_ERROR_ARGUMENT;
-}
-
-int halfstep_get_format_info(int32_t row, halfstep_format_info *info)
-{
-    if (!info || row < 0 || row >= HSTEP_FORMATS) return HALFSTEP_ERROR_ARGUMENT;
-    const struct hstep_format *format = &hstep_formats[row];
-    halfstep_format_info ours = {.id = format->id,
-                                 .name = format->name,
-                                 .title = format->title,
-                                 .roles = format->roles,
-                                 .code_bits = format->code_bits,
-                                 .extra_bits = format->extra_bits,
-                                 .block = format->block,
-                                 .scale_bytes = format->scale_bits / 8,
-                                 .geometry = format->geometry,
-                                 .stochastic = format->stochastic,
-                                 .grid = format->root != 0,
-                                 .code_dtype = format->code_dtype,
-                                 .extra_dtype = format->extra_dtype};
-    return hstep_give_struct(info, &ours, sizeof ours) ? HALFSTEP_OK : HALFSTEP_ERROR_ARGUMENT;
-}
-
-int halfstep_get_hyper_info(int32_t rule, int32_t index, halfstep_hyper_info *info)
-{
-    if (!info || rule < 0 || rule >= HSTEP_RULES || index < 0 || index >= HSTEP_COMMON_HYPERS + hstep_rule_hypers(rule))
-        return HALFSTEP_ERROR_ARGUMENT;
-    struct hstep_hyper hyper = hstep_rule_hyper(rule, index);
-    halfstep_hyper_info ours = {.name = hyper.name,
-                                .title = hyper.title,
-                                .initial = hyper.initial,
-                                .minimum = hyper.minimum,
-                                .maximum = hyper.maximum,
-                                .exclusive_maximum = hyper.exclusive,
-                                .per_optimizer = index >= HSTEP_GROUP_HYPERS && index < HSTEP_COMMON_HYPERS};
-    return hstep_give_struct(info, &ours, sizeof ours) ? HALFSTEP_OK : HALFSTEP_ERROR_ARGUMENT;
 }

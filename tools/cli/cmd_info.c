@@ -134,6 +134,52 @@ static void print_rules(void)
     }
 }
 
+/* ---- One rule ---- */
+
+static halfstep_hyper_info hyper_info(int32_t rule, int32_t index)
+{
+    halfstep_hyper_info info = {.struct_size = sizeof info};
+    halfstep_get_hyper_info(rule, index, &info);
+    return info;
+}
+
+static int print_rule_object(int32_t rule)
+{
+    const halfstep_rule_info info = rule_info(rule);
+    struct document d;
+    json_t *object = document_begin(&d);
+    put_text(&d, object, "rule", info.name);
+    put_text(&d, object, "title", info.title);
+    put_text(&d, object, "decay", info.decay);
+    json_t *states = put_array(&d, object, "states"), *hypers = put_array(&d, object, "hyper_parameters");
+    for (int32_t i = 0; i < info.states; i++) put_text(&d, states, NULL, info.state_name[i]);
+    for (int32_t i = 0; i < info.hypers; i++) {
+        const halfstep_hyper_info hyper = hyper_info(rule, i);
+        json_t *each = put_object(&d, hypers, NULL);
+        put_text(&d, each, "name", hyper.name);
+        put_number(&d, each, "default", hyper.initial);
+        put_text(&d, each, "title", hyper.title);
+    }
+    return document_print(&d);
+}
+
+static int print_rule(int32_t rule)
+{
+    const halfstep_rule_info info = rule_info(rule);
+    printf("%-22s%s\n%-22s", info.name, info.title, "states");
+    for (int32_t i = 0; i < info.states; i++) printf("%s%s", i ? " " : "", info.state_name[i]);
+    printf("%s\n%-22s%s\n\n%-22s%s\n", info.states ? "" : "none", "decay", info.decay, "Hyper-parameter", "default");
+    for (int32_t i = 0; i < info.hypers; i++) {
+        const halfstep_hyper_info hyper = hyper_info(rule, i);
+        printf("%-22s%-11g%s%s", hyper.name, hyper.initial, hyper.title, hyper.per_optimizer ? " (optimizer)" : "");
+        const char *value;
+        for (int32_t v = 0; (value = halfstep_choice_value(hyper.name, v)) != NULL; v++)
+            printf("%s%s", v ? ", " : "; choices: ", value);
+        printf("\n");
+    }
+    return 0;
+}
+
 static void print_formats(void)
 {
     static const struct {
@@ -188,20 +234,25 @@ static int print_text(const char *features)
 static int print_info(struct args *args, void *options)
 {
     const struct info *info = options;
-    char features[512];
-    (void)args;
+    char features[512], full[RECIPE_BYTES], error[512];
+    if (args->n_words) {
+        if (recipe_check(args->word[0], full, error, sizeof error)) return usage_error("info", "%s", error);
+        return info->json ? print_rule_object(recipe_rule(full)) : print_rule(recipe_rule(full));
+    }
     halfstep_cpu_features(features, sizeof features);
     return info->json ? print_object(features) : print_text(features);
 }
 
 const struct command info_command = {
     .name = "info",
-    .usage = "[--json]",
-    .summary =
-        "Lists the features of the processor, the kernels and threads in use, the GPUs, and all rules and formats.",
+    .usage = "[RULE] [--json]",
+    .summary = "Lists the features of the processor, the kernels and threads in use, the GPUs, and all rules and "
+               "formats. With "
+               "a RULE, such as adamw, lists its hyper-parameters with their defaults.",
     .notes = "The environment variables HALFSTEP_ISA and HALFSTEP_THREADS set the kernels and the number of threads.\n"
              "\n"
              "  HALFSTEP_ISA=scalar halfstep info\n",
     COMMAND_OPTIONS(rows, struct info),
+    .max_words = 1,
     .run = print_info,
 };

@@ -1,6 +1,7 @@
 /* Sums of gradients outside a step, and stochastic rounding by itself. */
 #include <string.h>
 
+#include "base/process/detail.h"
 #include "device/host/tile.h"
 #include "kernels/dispatch.h"
 
@@ -45,7 +46,11 @@ int hstep_host_accumulate(const struct hstep_accumulation *a)
 
 int halfstep_bf16_stochastic(const float *in, uint16_t *out, size_t n, const uint32_t *words)
 {
-    if (n && (!in || !out || !words)) return HALFSTEP_ERROR_ARGUMENT;
+    if (n && (!in || !out || !words))
+        return hstep_fail_alone(HALFSTEP_ERROR_ARGUMENT, "%s: %s is NULL", __func__,
+                                !in    ? "in"
+                                : !out ? "out"
+                                       : "words");
     const struct hstep_kernels *kernels = hstep_isa_in_use();
     struct hstep_fp fp = hstep_fp_enter();
     for (size_t i = 0; i < n; i += HSTEP_TILE) {

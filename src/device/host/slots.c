@@ -1,10 +1,12 @@
-/* Reads slots into fp32 values in order and writes them back, tile by tile on the caller's thread. */
+/* Reads slots into fp32 values in order and writes them back, tile by tile. Large weights are shared out among the
+ * threads of a step. */
 #include <math.h>
 #include <string.h>
 
 #include "base/grid.h"
 #include "decide/prepare.h"
 #include "device/host/host.h"
+#include "kernels/dispatch.h"
 #include "kernels/kernels.h"
 #include "tables/layout.h"
 
@@ -25,15 +27,51 @@ static void move_piece(const struct hstep_tensor *t, const struct hstep_slot *s,
     memcpy(out ? mine : extra_scratch, out ? extra_scratch : mine, hstep_extra_bytes(s->format, 1, p->n));
 }
 
-int hstep_host_read(const struct hstep_access *a, float *out)
+/* The elements of one access, cut into tasks of `each` elements. */
+struct moves {
+    const struct hstep_access *access;
+    float *out;
+    const float *in;
+    int64_t each;
+};
+
+/* Returns the access of one task. */
+static struct hstep_access part_of(const struct moves *m, int64_t task)
 {
+    struct hstep_access part = *m->access;
+    part.first += task * m->each;
+    if (part.end > part.first + m->each) part.end = part.first + m->each;
+    return part;
+}
+
+/* Runs `task` over an access, on several threads if that is worth it. States in blocks are not cut, because a cut may
+ * go through a block. */
+static void share_out(const struct hstep_access *a, float *out, const float *in, halfstep_task task)
+{
+    const struct hstep_format *f = &hstep_formats[a->tensor->slot[a->slot].format];
+    struct moves m = {a, out, in, a->end - a->first};
+    if (!m.each) return;
+    if (f->geometry == HALFSTEP_GEOMETRY_PACKED)
+        m.each = (HSTEP_CHUNK + a->tensor->n_columns - 1) / a->tensor->n_columns * a->tensor->n_columns;
+    else if (!f->block) m.each = HSTEP_CHUNK;
+    const int64_t n = (a->end - a->first + m.each - 1) / m.each;
+    if (n > 1) hstep_run(a->context, task, &m, n);
+    else task(&m, 0);
+}
+
+static void read_task(void *argument, int64_t number)
+{
+    const struct moves *m = argument;
+    const struct hstep_access part = part_of(m, number), *a = &part;
+    float *out = m->out + (a->first - m->access->first);
     const struct hstep_kernels *kernels = a->context->kernels;
     const struct hstep_tensor *t = a->tensor;
     const struct hstep_slot *s = &t->slot[a->slot];
+    const struct hstep_fp fp = hstep_fp_enter();
+    HSTEP_ALIGNED char code[HSTEP_TILE * 4] = {0}, extra[HSTEP_TILE * 2] = {0};
+    HSTEP_ALIGNED float x[HSTEP_TILE], plain[HSTEP_TILE];
     struct hstep_piece p = {0};
     while (hstep_next_piece(t, s->format, a->first, a->end, &p)) {
-        HSTEP_ALIGNED char code[HSTEP_TILE * 4] = {0}, extra[HSTEP_TILE * 2] = {0};
-        HSTEP_ALIGNED float x[HSTEP_TILE], plain[HSTEP_TILE];
         int64_t n = padded(s->format, p.n);
         move_piece(t, s, a->data, &p, code, extra, 0);
         kernels->format[s->format].decode[s->nonneg](x, code, extra, n);
@@ -41,6 +79,12 @@ int hstep_host_read(const struct hstep_access *a, float *out)
         kernels->to_plain(x, plain, n);
         memcpy(out + (p.element + p.skip - a->first), plain + p.skip, (size_t)(p.n - p.skip) * 4);
     }
+    hstep_fp_leave(fp);
+}
+
+int hstep_host_read(const struct hstep_access *a, float *out)
+{
+    share_out(a, out, NULL, read_task);
     return HALFSTEP_OK;
 }
 
@@ -67,12 +111,16 @@ static float scale_of(const struct hstep_access *a, const float *in)
     return hstep_tensor_scale(s->format, sqrt(sum), (double)t->rows * (double)t->row_length);
 }
 
-int hstep_host_write(const struct hstep_access *a, const float *in)
+static void write_task(void *argument, int64_t number)
 {
+    const struct moves *m = argument;
+    const struct hstep_access part = part_of(m, number), *a = &part;
+    const float *in = m->in + (a->first - m->access->first);
     const struct hstep_kernels *kernels = a->context->kernels;
     const struct hstep_tensor *t = a->tensor;
     const struct hstep_slot *s = &t->slot[a->slot];
     const struct hstep_format *f = &hstep_formats[s->format];
+    const struct hstep_fp fp = hstep_fp_enter();
     int one_scale = f->geometry == HALFSTEP_GEOMETRY_TENSOR && a->end > a->first;
     float scale = one_scale ? scale_of(a, in) : 0.0f;
     HSTEP_ALIGNED char code[HSTEP_TILE * 4], extra[HSTEP_TILE * 2];
@@ -98,6 +146,12 @@ int hstep_host_write(const struct hstep_access *a, const float *in)
                                                          a->slot >= HALFSTEP_SLOT_STATE, onto);
         move_piece(t, s, a->data, &p, code, extra, 1);
     }
+    hstep_fp_leave(fp);
+}
+
+int hstep_host_write(const struct hstep_access *a, const float *in)
+{
+    share_out(a, NULL, in, write_task);
     return HALFSTEP_OK;
 }
 

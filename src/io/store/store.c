@@ -268,6 +268,7 @@ static void append_numbers(hstep_buffer *json, const char *key, const int64_t *n
     hstep_append_text(json, "]");
 }
 
+/* Fails with ORDER if a state has memory, which the file could not take the place of. */
 static int append_slots(hstep_buffer *json, const halfstep_optimizer *optimizer, int32_t tensor, int32_t states)
 {
     int code = HALFSTEP_OK;
@@ -278,6 +279,7 @@ static int append_slots(hstep_buffer *json, const halfstep_optimizer *optimizer,
         if (k == HALFSTEP_SLOT_GRADIENT) continue;
         code = halfstep_get_slot_info(optimizer, tensor, k, &slot);
         if (code || slot.format < 0) continue;
+        if (slot.code || slot.extra) return HALFSTEP_ERROR_ORDER;
         code = halfstep_get_format_info(slot.format, &format);
         if (k != HALFSTEP_SLOT_WEIGHT) hstep_append_text(json, ", ");
         hstep_append_format(json, "{\"slot\": \"%s\", \"format\": \"%s\", \"bytes\": [%llu, %llu]}", slot.name,
@@ -319,7 +321,12 @@ static int describe_tensors(const halfstep_store *s, const halfstep_optimizer *o
     hstep_append_text(&json, "{\"tensors\": [");
     for (int32_t i = 0; i < count && !code; i++) {
         code = append_tensor(&json, optimizer, i);
-        if (code) code = fail_optimizer(s, optimizer, code, error);
+        if (code == HALFSTEP_ERROR_ORDER)
+            hstep_fail(error, code,
+                       "%s: the states have memory already, which a file cannot take the place of; make the optimizer "
+                       "without halfstep_allocate_states()",
+                       s->path);
+        else if (code) code = fail_optimizer(s, optimizer, code, error);
     }
     hstep_append(&json, "]", 2);
     if (!code && json.failed) code = hstep_fail_memory(error);
@@ -404,6 +411,9 @@ static int begin(halfstep_store **store, const char *function, const char *path,
         options->without_weights > 1)
         return hstep_fail(error, HALFSTEP_ERROR_ARGUMENT,
                           "%s: invalid options; without_weights and buffered must be 0 or 1, and reserved 0", function);
+    if (!halfstep_tensor_count(optimizer))
+        return hstep_fail(error, HALFSTEP_ERROR_ORDER, "%s: the optimizer has no tensor; add all of them first",
+                          function);
     halfstep_store *s = calloc(1, sizeof *s);
     if (!s) return hstep_fail_memory(error);
     s->memory = options->memory;
@@ -682,8 +692,7 @@ int halfstep_store_set_value(halfstep_store *store, const char *key, const char 
     hstep_error error = hstep_make_error(text, text_size);
     if (!store || !key) return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_store_set_value: NULL argument");
     if (!hstep_is_utf8(key) || (value && !hstep_is_utf8(value)))
-        return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT,
-                          "halfstep_store_set_value: the key or the text is not UTF-8");
+        return hstep_fail(&error, HALFSTEP_ERROR_NAME, "%s: the value \"%s\" is not UTF-8", store->path, key);
     int found;
     const size_t at = hstep_find_pair(&store->values, key, &found);
     uint64_t bytes = value ? strlen(key) + strlen(value) : 0;

@@ -645,6 +645,7 @@ static int add_tensors(struct run *r, int part)
                              .group = s->group,
                              .name = s->name,
                              .ndim = s->ndim,
+                             .may_be_empty = 1,
                              .rows = s->rows,
                              .row_length = s->row_length,
                              .matrix_rows = s->matrix_rows,

@@ -231,8 +231,7 @@ int compare_keep(struct report_run *run, const struct run_result *result)
     return run->done ? 0 : -1;
 }
 
-/* True if this run has a checkpoint to resume. False for a folder that lost its manifest.json, which train_run()
- * refuses. */
+/* True if this run has a checkpoint to resume, or one that does not open, which the run then refuses. */
 static int has_saved(const char *checkpoint)
 {
     char why[512];

@@ -70,6 +70,7 @@ halfstep_tensor checkpoint_tensor(const struct lm_tensor *tensor, const char *gr
     return (halfstep_tensor){.struct_size = sizeof(halfstep_tensor),
                              .name = tensor->name,
                              .ndim = tensor->ndim,
+                             .may_be_empty = 1,
                              .rows = tensor->rows,
                              .row_length = tensor->row_length,
                              .gradient = gradient};

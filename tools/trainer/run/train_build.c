@@ -1,3 +1,4 @@
+#define HALFSTEP_ADVANCED
 #include "trainer/run/train_internal.h"
 
 #include <stdarg.h>
@@ -84,6 +85,13 @@ static int set_group(struct run *run, int32_t group, double lr, double weight_de
         halfstep_set_choice(run->optimizer, group, "decay_schedule", c->decay_schedule) != HALFSTEP_OK ||
         halfstep_set_choice(run->optimizer, group, "decay", c->decay) != HALFSTEP_OK) {
         run_fail_in(run, run->optimizer);
+        return 2;
+    }
+    double factor;
+    if (halfstep_schedule_factor(c->schedule, 0, (double)c->warmup, (double)c->steps, c->final_lr, 1, 0, &factor) !=
+        HALFSTEP_OK) {
+        run_fail(run, "--warmup %lld is above --steps %lld, so --schedule %s would never reach --lr",
+                 (long long)c->warmup, (long long)c->steps, c->schedule);
         return 2;
     }
     return 0;

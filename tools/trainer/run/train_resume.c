@@ -1,7 +1,6 @@
 #define HALFSTEP_ADVANCED
 #include "trainer/run/train_internal.h"
 
-#include <dirent.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -241,38 +240,6 @@ void run_tell(struct run *run, const char *note)
     if (run_result_note(run->result, note)) progress_note(run->progress, "%s", note);
 }
 
-/* Fails if the directory holds checkpoints but no manifest.json, which must have been lost. The next save would take
- * these checkpoints for its own and remove those beyond --keep. */
-static int refuse_unnamed(struct run *run)
-{
-    const char *directory = run->config->checkpoint;
-    DIR *stream = opendir(directory);
-    if (!stream) return run_fail(run, "cannot list %s", directory);
-    struct dirent *entry;
-    int status = 0;
-    while (!status && (entry = readdir(stream)) != NULL) {
-        halfstep_checkpoint *there;
-        struct text path = {0};
-        if (strncmp(entry->d_name, "checkpoint-", 11) != 0) continue;
-        text_add(&path, "%s/%s", directory, entry->d_name);
-        int code = path.failed ? HALFSTEP_ERROR_MEMORY
-                               : checkpoint_open_quickly(&there, path.data, run->error, run->error_bytes);
-        if (code == HALFSTEP_OK) {
-            status = run_fail(
-                run,
-                "%s holds %s, but no manifest.json that names it: add --resume to --checkpoint %s to continue it, "
-                "or choose another directory",
-                directory, entry->d_name, path.data);
-            halfstep_close_checkpoint(there);
-        } else if (code == HALFSTEP_ERROR_MEMORY) {
-            status = run_fail(run, "out of memory");
-        }
-        text_free(&path);
-    }
-    closedir(stream);
-    return status;
-}
-
 /* Fails if the directory of a new run holds a checkpoint, or a file with the name of a checkpoint's file. */
 static int refuse_occupied(struct run *run)
 {
@@ -289,7 +256,7 @@ static int refuse_occupied(struct run *run)
         return 1;
     }
     if (code != HALFSTEP_ERROR_NAME) return 1;
-    int status = refuse_unnamed(run);
+    int status = 0;
     const char *name;
     for (int i = 0; !status && (name = checkpoint_file_name(i)) != NULL; i++) {
         struct text path = {0};
@@ -424,7 +391,7 @@ static int save(struct run *run, const struct holding *whole)
                                          .step = (uint64_t)run->step,
                                          .keep = (uint32_t)c->keep,
                                          .prune_if = !run->directory_shared,
-                                         .newest = run->sequence};
+                                         .newest = run->directory_shared ? 0 : run->sequence};
         if (run->directory_shared) options.keep = UINT32_MAX;
         status = checkpoint_save(c->checkpoint, &options, whole, c->recipe, trainer.data, &run->result->history, note,
                                  sizeof note) != 0;
