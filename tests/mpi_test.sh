@@ -15,7 +15,8 @@ data=$source_dir/data/demo.txt
 [ "$mode" != long ] || data=${HALFSTEP_TEXT:-$data}
 cp "$build_dir/halfstep" "$scratch/"
 cd "$scratch"
-program=$scratch/halfstep
+# mpirun takes a blank in a path for its end.
+program=./halfstep
 export LD_LIBRARY_PATH=$build_dir${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 
 # Allows Open MPI to run more processes than processors, in a container, as root and without a network.
@@ -113,7 +114,7 @@ refused 2 "rank 1 of 2 was started with another data:" -n 1 $run : -n 1 $run --d
 refused 1 "rank 1 of 2: nowhere.txt: No such file" -n 1 $run : -n 1 $run --data nowhere.txt
 cp halfstep another
 printf x >>another
-refused 2 "rank 1 of 2 was started with another build:" -n 1 $run : -n 1 "$scratch/another" train lm $resumable --steps 3
+refused 2 "rank 1 of 2 was started with another build:" -n 1 $run : -n 1 ./another train lm $resumable --steps 3
 refused 2 "unknown option --step-size" -n 1 $run : -n 1 $run --step-size 3
 refused 2 "--micro-steps 2 cannot be shared out among 3 processes" -n 3 $run --micro-steps 2
 refused 2 "--release:" -n 2 $run --release

@@ -40,7 +40,6 @@ BUILD = os.environ.get("HALFSTEP_BUILD") or os.path.join(SOURCE, "build")
 SANITIZED = os.path.join(BUILD, "tests", "halfstep_faulty")
 WRAPPED = os.path.exists(SANITIZED)
 PROGRAM = SANITIZED if WRAPPED else os.path.join(BUILD, "halfstep")
-LIBRARY = os.path.join(BUILD, "tests", "libfaults.so")
 TIMEOUT = 240 if WRAPPED else 120
 
 SMALL = (
@@ -68,7 +67,9 @@ def run(folder, command, fault=None, log=None, threads=1):
         environment["ASAN_OPTIONS"] = "exitcode=99:allocator_may_return_null=1"
         environment["UBSAN_OPTIONS"] = "halt_on_error=1:exitcode=99"
     elif fault or log:
-        environment["LD_PRELOAD"] = LIBRARY
+        # LD_PRELOAD itself takes a blank for the end of a path.
+        environment["LD_PRELOAD"] = "libfaults.so"
+        environment["LD_LIBRARY_PATH"] = os.path.join(BUILD, "tests")
     if fault:
         environment["HSTEP_FAULT"] = fault
     if log:

@@ -13,10 +13,11 @@ SCRIPT = os.path.join(os.path.dirname(__file__), "..", "faults", "python_sweep.p
 def test_calls_that_fail():
     """A failed call raises and leaves the old file. The same call made again gives the same
     bits."""
-    library = os.path.join(os.environ.get("HALFSTEP_BUILD", "build"), "tests", "libfaults.so")
-    if not os.path.exists(library):
-        pytest.skip(f"{library} is not built")
-    environment = {**os.environ, "LD_PRELOAD": os.path.abspath(library)}
+    folder = os.path.abspath(os.path.join(os.environ.get("HALFSTEP_BUILD", "build"), "tests"))
+    if not os.path.exists(os.path.join(folder, "libfaults.so")):
+        pytest.skip(f"libfaults.so is not built in {folder}")
+    # LD_PRELOAD itself takes a blank for the end of a path.
+    environment = {**os.environ, "LD_PRELOAD": "libfaults.so", "LD_LIBRARY_PATH": folder}
     done = subprocess.run(
         [sys.executable, SCRIPT, "--short"],
         env=environment,
