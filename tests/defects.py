@@ -41,6 +41,14 @@ DEFECTS = [
         "a weight is decoded beside a copy of 8 bytes an element",
     )
     for how in ("frozen", "released", "attention")
+] + [
+    (
+        "test_int8_weight.py::test_memory_is_that_of_the_bytes",
+        "_int8_memory.py",
+        "    func(weight._stored)\n    return weight\n",
+        "    return weight\n",
+        "share_memory() does not reach the bytes of a weight",
+    )
 ]
 
 
