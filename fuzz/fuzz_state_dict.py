@@ -11,7 +11,7 @@ its round. Needs torch and halfstep.
 import argparse
 import copy
 import io
-import multiprocessing
+import mmap
 import os
 import random
 import signal
@@ -264,7 +264,7 @@ def main():
     start = time.time()
     deadline = start + options.seconds if options.seconds else 0
     last = 10**9 if options.seconds else options.rounds
-    place = multiprocessing.get_context("fork").Array("q", 4, lock=False)
+    place = memoryview(mmap.mmap(-1, 4 * 8)).cast("q")  # shared with the children
     number = found = 0
     # Run once before any fork, so that every child has the modules that are imported late.
     one(options.seed, 0, [0, 0])

@@ -28,7 +28,7 @@ part "$build/tests/test_long_run" 1000000
 part bash tests/mpi_test.sh long
 if [ -e "$build/venv/halfstep.installed" ]; then
     export OMP_NUM_THREADS=1
-    part env LD_PRELOAD="$build/tests/libfaults.so" "$build/venv/bin/python" tests/faults/python_sweep.py
+    part env LD_PRELOAD=libfaults.so LD_LIBRARY_PATH="$build/tests" "$build/venv/bin/python" tests/faults/python_sweep.py
     part "$build/venv/bin/python" tests/faults/peers.py
 fi
 exit $status

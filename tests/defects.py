@@ -19,29 +19,41 @@ BUILD = pathlib.Path(os.environ.get("HALFSTEP_BUILD", ROOT / "build"))
 ONE_LAYER = "test_nn.py::test_forward_and_backward_decode_one_layer_at_a_time"
 
 #: test, file, text of today, text with the defect, what the defect does
-DEFECTS = [
-    (
-        f"{ONE_LAYER}[{how}]",
-        "_packed_views.py",
-        "    dtype = dtype or weight.dtype\n",
-        "    dtype = dtype or weight.dtype\n"
-        "    kept = globals().setdefault('_kept', {})\n"
-        "    if len(kept) < 100:\n"
-        "        kept[len(kept)] = torch.empty(weight.shape, dtype=dtype)\n",
-        "each decoded weight is kept",
-    )
-    for how in ("frozen", "released", "autocast", "attention")
-] + [
-    (
-        f"{ONE_LAYER}[{how}]",
-        "_packed_views.py",
-        "    dtype = dtype or weight.dtype\n",
-        "    dtype = dtype or weight.dtype\n"
-        "    wide = torch.empty(weight.shape, dtype=torch.float64)  # noqa: F841\n",
-        "a weight is decoded beside a copy of 8 bytes an element",
-    )
-    for how in ("frozen", "released", "attention")
-]
+DEFECTS = (
+    [
+        (
+            f"{ONE_LAYER}[{how}]",
+            "_packed_views.py",
+            "    dtype = dtype or weight.dtype\n",
+            "    dtype = dtype or weight.dtype\n"
+            "    kept = globals().setdefault('_kept', {})\n"
+            "    if len(kept) < 100:\n"
+            "        kept[len(kept)] = torch.empty(weight.shape, dtype=dtype)\n",
+            "each decoded weight is kept",
+        )
+        for how in ("frozen", "released", "autocast", "attention")
+    ]
+    + [
+        (
+            f"{ONE_LAYER}[{how}]",
+            "_packed_views.py",
+            "    dtype = dtype or weight.dtype\n",
+            "    dtype = dtype or weight.dtype\n"
+            "    wide = torch.empty(weight.shape, dtype=torch.float64)  # noqa: F841\n",
+            "a weight is decoded beside a copy of 8 bytes an element",
+        )
+        for how in ("frozen", "released", "attention")
+    ]
+    + [
+        (
+            "test_int8_weight.py::test_memory_is_that_of_the_bytes",
+            "_int8_memory.py",
+            "    func(weight._stored)\n    return weight\n",
+            "    return weight\n",
+            "share_memory() does not reach the bytes of a weight",
+        )
+    ]
+)
 
 
 def outcome(defect):

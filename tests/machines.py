@@ -163,7 +163,7 @@ class Setting:
         run("rm", "-rf", str(place))
         tree, scratch = place / "tree", place / "tmp ä"
         scratch.mkdir(parents=True)
-        run("git", "clone", "-q", ".", str(tree))
+        run("git", "clone", "-q", "--no-hardlinks", ".", str(tree))
         (tree / "build").mkdir()
         run("cp", "-a", str(self.build / "venv"), str(tree / "build/venv"))
         (tree / "build/venv/halfstep.installed").unlink()

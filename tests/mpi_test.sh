@@ -18,7 +18,8 @@ data=$scratch/demo.txt
 cp "$text" "$data"
 cp "$build_dir/halfstep" "$scratch/"
 cd "$scratch"
-program=$scratch/halfstep
+# mpirun takes a blank in a path for its end.
+program=./halfstep
 export LD_LIBRARY_PATH=$build_dir${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 
 # Allows Open MPI to run more processes than processors, in a container, as root and without a network.
@@ -116,7 +117,7 @@ refused 2 "rank 1 of 2 was started with another data:" -n 1 $run : -n 1 $run --d
 refused 1 "rank 1 of 2: nowhere.txt: No such file" -n 1 $run : -n 1 $run --data nowhere.txt
 cp halfstep another
 printf x >>another
-refused 2 "rank 1 of 2 was started with another build:" -n 1 $run : -n 1 "$scratch/another" train lm $resumable --steps 3
+refused 2 "rank 1 of 2 was started with another build:" -n 1 $run : -n 1 ./another train lm $resumable --steps 3
 refused 2 "unknown option --step-size" -n 1 $run : -n 1 $run --step-size 3
 refused 2 "--micro-steps 2 cannot be shared out among 3 processes" -n 3 $run --micro-steps 2
 refused 2 "--release:" -n 2 $run --release
@@ -169,12 +170,15 @@ start() {
     mpirun -n "$1" "$program" train lm "${@:2}" >job.out 2>job.err &
     job=$!
 }
-# finish WHAT: waits for the job, at most four minutes, and sets `ended` to its status.
+# finish WHAT: waits for the job, at most four minutes, and sets `ended` to its status. mpirun may wait for itself when all ranks have
+# ended: if one dies while it connects, Open MPI 4.1 waits in pmix_rte_finalize() for a lock in freed memory. Such an mpirun is killed.
 finish() {
-    local left=2400
+    local left=2400 alone=0
     while kill -0 "$job" 2>/dev/null; do
         left=$((left - 1))
         [ $left -gt 0 ] || { kill -9 "$job"; fail "the job did not end within four minutes of $1"; }
+        if ps -o stat= --ppid "$job" | grep -qv '^Z'; then alone=0; else alone=$((alone + 1)); fi
+        [ $alone -lt 100 ] || kill -9 "$job"
         sleep 0.1
     done
     ended=0
@@ -214,9 +218,10 @@ echo "ok   SIGTERM, to mpirun or to one rank, saves once, at one step"
 # Kills one run and resumes it on changing numbers of ranks, until there were enough kills.
 if [ -z "$kills" ]; then kills=$(case $mode in short) echo 1 ;; all) echo 3 ;; *) echo 50 ;; esac); fi
 # Ranks start late on a busy machine. The kills then come later, until one run has saved something.
-deaths=0 between=0 longest=0
-while [ $deaths -lt "$kills" ] || [ ! -e killed/manifest.json ]; do
-    [ $deaths -lt $((kills + 20)) ] || fail "no run came as far as a checkpoint"
+# mpirun forgets to name a rank if it sees the closed connection before the death.
+deaths=0 between=0 longest=0 named=0
+while [ $deaths -lt "$kills" ] || [ ! -e killed/manifest.json ] || [ $((named * 2)) -lt $deaths ]; do
+    [ $deaths -lt $((kills + 20)) ] || fail "no run came as far as a checkpoint, or $named of $deaths deaths were named"
     n=$((2 + deaths % 3))
     if [ -e killed/manifest.json ]; then start $n --checkpoint killed --resume --steps 1000000 --quiet --json
     else start $n $lasting --steps 1000000 --checkpoint killed --checkpoint-every 2; fi
@@ -233,7 +238,8 @@ while [ $deaths -lt "$kills" ] || [ ! -e killed/manifest.json ]; do
     took=$((($(date +%s%N) - since) / 1000000))
     [ $took -le $longest ] || longest=$took
     [ $ended != 0 ] || fail "a job that lost a rank says that it succeeded"
-    grep -qE "rank [0-9]+ .*(signal 9|Killed)|process rank [0-9]+|Process name: \[\[[0-9]+,[0-9]+\],[0-9]+\]" job.err || { cat job.err; fail "the rank that died is not named"; }
+    grep -qE '1 process returned|rank [0-9]+' job.err || { cat job.err; fail "mpirun says nothing of the rank that died"; }
+    ! grep -qE "rank [0-9]+ .*(signal 9|Killed)|process rank [0-9]+|Process name: \[\[[0-9]+,[0-9]+\],[0-9]+\]" job.err || named=$((named + 1))
     deaths=$((deaths + 1))
     if [ -e killed/manifest.json ]; then
         "$program" inspect killed >/dev/null || fail "kill $deaths left a checkpoint that does not load"

@@ -1,6 +1,6 @@
 """Tests steps, saves and loads of the Python package while calls into the C library fail.
 
-    LD_PRELOAD=build/tests/libfaults.so python python_sweep.py [--short | FAULT]
+    LD_PRELOAD=libfaults.so LD_LIBRARY_PATH=build/tests python python_sweep.py [--short | FAULT]
 
 Every fault has a process of its own, forked from one that has imported torch. It makes an
 optimizer, steps it, saves it, and loads it into another; both go on. An action that raises is
@@ -31,6 +31,7 @@ try:
 except AttributeError:
     sys.exit("LD_PRELOAD does not name libfaults.so")
 
+FOLDER = os.environ.get("LD_LIBRARY_PATH", "")
 SHAPES = [(8, 64), (64, 96), (7,), ()]
 TIMEOUT = 240
 
@@ -236,8 +237,8 @@ def main():
         if wrong:
             wrongs += 1
             print(
-                f"     {fault}: {wrong}\n     reproduce: LD_PRELOAD={os.environ['LD_PRELOAD']}"
-                f" python {sys.argv[0]} {fault}",
+                f"     {fault}: {wrong}\n     reproduce: LD_PRELOAD=libfaults.so"
+                f" LD_LIBRARY_PATH={FOLDER} python {sys.argv[0]} {fault}",
                 flush=True,
             )
     print(f"| Python: steps, saves, loads | {len(faults)} | {struck} hit a call | {wrongs} wrong |")

@@ -40,7 +40,6 @@ BUILD = os.environ.get("HALFSTEP_BUILD") or os.path.join(SOURCE, "build")
 SANITIZED = os.path.join(BUILD, "tests", "halfstep_faulty")
 WRAPPED = os.path.exists(SANITIZED)
 PROGRAM = SANITIZED if WRAPPED else os.path.join(BUILD, "halfstep")
-LIBRARY = os.path.join(BUILD, "tests", "libfaults.so")
 TIMEOUT = 240 if WRAPPED else 120
 
 SMALL = (
@@ -68,7 +67,9 @@ def run(folder, command, fault=None, log=None, threads=1):
         environment["ASAN_OPTIONS"] = "exitcode=99:allocator_may_return_null=1"
         environment["UBSAN_OPTIONS"] = "halt_on_error=1:exitcode=99"
     elif fault or log:
-        environment["LD_PRELOAD"] = "../faults.so"
+        # LD_PRELOAD itself takes a blank for the end of a path.
+        environment["LD_PRELOAD"] = "libfaults.so"
+        environment["LD_LIBRARY_PATH"] = os.path.join(BUILD, "tests")
     if fault:
         environment["HSTEP_FAULT"] = fault
     if log:
@@ -354,12 +355,11 @@ SCENARIOS = [
 
 
 def make_data(base):
-    """Makes a text as gzip, digits as IDX and gzip, and a checkpoint, beside scenarios' folders.
-    Also a link to the library for LD_PRELOAD, which is a list that blanks divide."""
+    """Makes a text as gzip, digits as IDX and gzip, and a checkpoint, beside scenarios'
+    folders."""
     import gzip
     import struct
 
-    os.symlink(os.path.abspath(LIBRARY), os.path.join(base, "faults.so"))
     text = open(os.path.join(SOURCE, "data", "demo.txt"), "rb").read()[:20000]
     with open(os.path.join(base, "data.gz"), "wb") as file:
         file.write(gzip.compress(text, mtime=0))

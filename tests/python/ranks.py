@@ -10,6 +10,7 @@ import importlib
 import multiprocessing
 import multiprocessing.connection
 import os
+import pickle
 import signal
 import tempfile
 import time
@@ -35,10 +36,11 @@ def _rank(rank, size, around, store, function, arguments, pipe):
             timeout=timedelta(seconds=_TIMEOUT // 2),
         )
         with around():
-            answer = True, function(rank, size, *arguments)
+            answer = pickle.dumps((True, function(rank, size, *arguments)))
     except BaseException:
-        answer = False, traceback.format_exc()
-    pipe.send(answer)
+        answer = pickle.dumps((False, traceback.format_exc()))
+    # send() would put tensors into shared memory, and needs /dev/shm for that.
+    pipe.send_bytes(answer)
     time.sleep(_TIMEOUT)
 
 
@@ -69,9 +71,8 @@ def _serve(control, pipes, around):
                 for pid in list(ranks):
                     ended, status = os.waitpid(pid, os.WNOHANG)
                     if ended:
-                        ranks.pop(pid).send(
-                            (False, f"ended with status {os.waitstatus_to_exitcode(status)}")
-                        )
+                        text = f"ended with status {os.waitstatus_to_exitcode(status)}"
+                        ranks.pop(pid).send_bytes(pickle.dumps((False, text)))
             control.recv()
         finally:  # also if the process of the tests has ended
             for pid in ranks:
@@ -101,7 +102,7 @@ class Pool:
             waiting, until = list(self.pipes[:size]), time.monotonic() + _TIMEOUT
             while waiting and time.monotonic() < until:
                 for pipe in multiprocessing.connection.wait(waiting, until - time.monotonic()):
-                    answers[self.pipes.index(pipe)] = pipe.recv()
+                    answers[self.pipes.index(pipe)] = pickle.loads(pipe.recv_bytes())
                     waiting.remove(pipe)
             self.control.send("done")
         bad = {rank: text for rank, (good, text) in sorted(answers.items()) if not good}

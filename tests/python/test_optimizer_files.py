@@ -86,7 +86,8 @@ class InC:
         self.lib.halfstep_destroy(self.handle)
 
     def must(self, code, text=b""):
-        assert code == 0, (code, text)
+        if code:  # pytest would shorten the text of an assert
+            raise ValueError(f"error {code}: {text.decode()}")
 
     def read(self, path):
         text = ctypes.create_string_buffer(512)
@@ -212,9 +213,7 @@ def test_files_from_before_stacks(rule, shape, tmp_path):
     ):
         fresh.load_safetensors(path)
     assert not fresh.state
-    with pytest.raises(
-        AssertionError, match="experts/.*describe the tensor as one matrix to go on"
-    ):
+    with pytest.raises(ValueError, match="experts/.*describe the tensor as one matrix to go on"):
         InC(recipe, params).read(path)
 
 

@@ -23,6 +23,7 @@ from conftest import (
     same_steps,
     saved,
     set_gradients,
+    share,
     states,
     told,
     warnings_are,
@@ -320,7 +321,7 @@ def test_a_weight_that_moves_keeps_its_residual(weights, silent):
         if step == 0:
             p.data = p.data.clone()
         elif step == 1:
-            model.share_memory()
+            share(model)
         elif step == 2:
             p.data = p.data.t().contiguous().t()
         elif step == 3:  # there and back, as a swap for an evaluation
@@ -615,7 +616,7 @@ def test_averages_load_and_move_with_their_residuals(weights, silent):
         assert plain(other.full_state_dict()) == plain(ema.full_state_dict())
         follows = copy.deepcopy(ema)
         for e in (other, follows):
-            e.module.share_memory()
+            share(e.module)
             e.update_parameters(model)
             e.update_parameters(model)
         assert plain(other.state_dict()) == plain(follows.state_dict())
