@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import _files, _foreign, _layout, _names, _older, _sharding
+from . import _files, _foreign, _layout, _names, _sharding
 from ._torch import warn
 
 #: where trainers put an optimizer's state in the dictionary of a file
@@ -298,7 +298,7 @@ def _entries(found, path):
             name = key if isinstance(key, str) else names[i] if i < len(names) else None
             state = found["state"].get(key)
             if isinstance(state, dict):
-                state = {k: _whole(value, path) for k, value in _older.flat(state).items()}
+                state = {k: _whole(value, path) for k, value in _layout.flat(state).items()}
             entries.append(_Entry(name, state or None, hashes.get(key), key, group))
     return entries
 
@@ -362,6 +362,8 @@ def read(parts, path):
             " rank, save, and go on from there"
         )
     found = _read(path, parts)
+    for place, group in enumerate(found["param_groups"]):
+        _layout.check_generator(group, place)
     found = {**found, "state": dict(found["state"])}
     found = _foreign.translate(list(map(groups.row_of, groups)), found)
     entries = _entries(found, path)
@@ -401,7 +403,7 @@ def _counted(own, theirs):
     first = theirs[0]
     new = {key: max(group.get(key, 0) for group in theirs) for key in _layout.TOLD}
     if "seed" in first:
-        new.update(seed=first["seed"], generator=first.get("generator", _layout.OLD_GENERATOR))
+        new.update(seed=first["seed"], generator=first["generator"])
     if "train_mode" in own:
         new["train_mode"] = first.get("train_mode", True)
     if not own.get("reference_lr"):
