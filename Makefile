@@ -51,12 +51,10 @@ wheels: build
 	@bash scripts/setup.sh packages
 	@bash packaging/wheels.sh "$(BUILD)" $(TAGS)
 
-# Makes in build/dist the Debian packages and the source archive, installs them in a root of their own, and runs the recipes of
-# Homebrew and conda-forge as far as this machine can.
+# Makes the Debian packages in build/dist, and installs them in a root of their own.
 packages: build
 	@bash scripts/setup.sh packages
 	@bash packaging/debian.sh "$(BUILD)"
-	@bash packaging/recipes.sh "$(BUILD)"
 
 # Makes all of it, makes the wheels twice, runs what can be run of each, and holds the table of docs/packaging.md to what was shown.
 # WRITE=--write writes the table.

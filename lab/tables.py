@@ -4,8 +4,6 @@
 tables.py results TITLE FILE    losses with spread, differences with standard error
 tables.py rates TITLE FILE      a grid of learning rates, one row per recipe, each at its best
                                 against the first at its
-tables.py best TITLE FILE       the same where each recipe has rates of its own: only the best is
-                                shown
 tables.py memory TITLE FILE     bytes per parameter with and without release
 """
 
@@ -168,28 +166,6 @@ def rates(title, report):
     footer(dict(report, sentence=""))
 
 
-def best(title, report):
-    grid = by_recipe(report)
-    header(
-        title, report, ["recipe", "rates tried", "best rate", "val loss", "difference", "B/param"]
-    )
-    texts, seeds = differences(report, grid)
-    for recipe, lines in grid.items():
-        rate = best_rate(lines)
-        row(
-            [
-                f"`{recipe}`",
-                ", ".join(lines),
-                rate,
-                f"{lines[rate]['val_loss']['mean']:.4f}",
-                texts[recipe],
-                f"{lines[rate]['bytes_per_param']['total']:.3f}",
-            ]
-        )
-    seeds_note(seeds)
-    footer(dict(report, sentence=""))
-
-
 def memory(title, report):
     """Gradients count at their peak, with the sums that the model itself holds."""
     header(
@@ -234,7 +210,7 @@ def memory(title, report):
 
 def main():
     word, arguments = (sys.argv[1] if len(sys.argv) > 1 else ""), sys.argv[2:]
-    tables = {"results": results, "rates": rates, "best": best, "memory": memory}
+    tables = {"results": results, "rates": rates, "memory": memory}
     if word in tables and len(arguments) == 2:
         tables[word](arguments[0], load(arguments[1]))
     else:

@@ -92,9 +92,6 @@ if [ "${1:-build}" = packages ]; then
     want lintian program lintian
     want mmdebstrap program mmdebstrap
     want abigail-tools program abidiff
-    # What runs the recipes of Homebrew and conda-forge.
-    want ruby program ruby
-    want patchelf program patchelf
 fi
 
 if [ "${1:-build}" = stats ]; then

@@ -60,7 +60,6 @@ tests/packaging_test\.sh|   its own patterns
 (scripts/pins\.sh|tests/matrix/pin\.py)|  hashes of what they fetch go into lists
 scripts/venv\.sh|            tested below
 bench/install\.py|           its measure
-packaging/conda/recipe\.yaml|  halfstep itself, without what it needs
 tests/python/test_(files_of_others|integrations|publishing)\.py|  error texts that say what to install
 )$'
 purpose=$(echo "$purpose" | sed 's/ .*//' | tr -d '\n' | sed 's/|)/)/')

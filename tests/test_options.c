@@ -218,8 +218,8 @@ static void test_rates(void)
     }
 }
 
-/* The numbers of a file of 0.1.0, which had one set per tensor. */
-static void test_old_numbers(void)
+/* Numbers that are set for a tensor alone, as from states of another package. */
+static void test_numbers_of_one(void)
 {
     TEST("prodigy: of numbers that differ by tensor the set with the largest d is everybody's") {
         struct pulled p;
@@ -299,7 +299,7 @@ static void test_prodigy(void)
     test_idle_steps();
     test_decay_schedule();
     test_rates();
-    test_old_numbers();
+    test_numbers_of_one();
     test_two_handles();
 }
 

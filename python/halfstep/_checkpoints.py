@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import _files, _foreign, _layout, _names, _older, _sharding, _state
+from . import _files, _foreign, _layout, _names, _sharding, _state
 from ._state import is_state, states_in
 from ._torch import warn
 
@@ -335,7 +335,7 @@ def _entries(found, path):
                 name = key
             state = found["state"].get(key)
             if isinstance(state, dict):
-                state = {k: _whole(value, path) for k, value in _older.flat(state).items()}
+                state = {k: _whole(value, path) for k, value in _layout.flat(state).items()}
             entries.append(_Entry(name, state or None, hashes.get(key), key, group))
     return entries
 
@@ -400,6 +400,8 @@ def read(parts, path):
         )
     found = _read(path, parts)
     _state.check_keys(found, path)
+    for place, group in enumerate(found["param_groups"]):
+        _layout.check_generator(group, place)
     found = {**found, "state": dict(found["state"])}
     found = _foreign.translate(list(map(groups.row_of, groups)), found)
     entries = _entries(found, path)
@@ -449,7 +451,7 @@ def _counted(own, theirs):
     first = theirs[0]
     new = {key: max(group.get(key, 0) for group in theirs) for key in _layout.TOLD}
     if "seed" in first:
-        new.update(seed=first["seed"], generator=first.get("generator", _layout.OLD_GENERATOR))
+        new.update(seed=first["seed"], generator=first["generator"])
     if "train_mode" in own:
         new["train_mode"] = first.get("train_mode", True)
     if not own.get("reference_lr"):

@@ -13,7 +13,7 @@ from ._parameters import described, stored_dtype
 from ._sharding import local, stored
 from ._streams import bind_streams, lay_out
 
-#: advice beside a state of another shape: version 0.1.0 took every parameter for one matrix
+#: advice beside a state of another shape
 ONE_MATRIX = (
     "; a state that was saved when the parameter was taken for one matrix goes on with"
     ' matrix="flatten" in its group, without heads= and split='
@@ -123,8 +123,7 @@ def adopt(tensor, stream, name):
 
 def coarse_states(streams, state):
     """Returns the names of the states that `state` holds in a block format although they are
-    precise here, or the other way round. Version 0.1.0 stored a maximum, or a mean that is
-    subtracted, in block formats. Options may also have changed."""
+    precise here, or the other way round. An option has changed then."""
     return {
         s.name
         for s in streams

@@ -153,12 +153,21 @@ def save(parts, path):
 # ---- Reading -------------------------------------------------------------------------------------
 
 
-def _parsed(metadata, key, convert, path, default=None):
+def _needed(metadata, key, path):
+    """Returns a text of the metadata. Raises ValueError if it is missing."""
+    if key not in metadata:
+        raise ValueError(
+            f"halfstep: {path} has no {key!r} in its metadata: take a file that is whole"
+        )
+    return metadata[key]
+
+
+def _parsed(metadata, key, convert, path, *default):
     """Returns a value of the metadata, or the default if it is missing. Raises ValueError if the
-    value cannot be read."""
-    text = metadata.get(key)
-    if text is None:
-        return default
+    value cannot be read, or if it is missing and there is no default."""
+    if default and key not in metadata:
+        return default[0]
+    text = _needed(metadata, key, path)
     try:
         return convert(text)
     except (ValueError, OverflowError):
@@ -194,13 +203,13 @@ def _shaped(tensor, laid, over_columns=False):
 
 def _state(file, path, metadata, name, laid, streams):
     """Returns the state of one parameter, or None if the file has none."""
-    numbers = _parsed(metadata, f"counters.{name}", _pairs(int), path)
+    numbers = _parsed(metadata, f"counters.{name}", _pairs(int), path, None)
     if numbers is None:
         return None
     missing = [key for key in (*_layout.COUNTERS, "id") if key not in numbers]
     if missing:
         raise ValueError(f"halfstep: 'counters.{name}' of {path} lacks {', '.join(missing)}")
-    recipe = metadata.get(f"recipe.{name}") or metadata.get("recipe", "")
+    recipe = _needed(metadata, f"recipe.{name}", path)
     try:
         packed = _layout.pack_recipe(_abi.recipe_full(recipe))
     except ValueError:
@@ -228,7 +237,9 @@ def _state(file, path, metadata, name, laid, streams):
     for stream, key in streams:
         if stream in state:
             raise ValueError(f"halfstep: {path} has a tensor {key!r}, where a number belongs")
-        state[stream] = _shaped(file.get_tensor(key), laid, stream in columns)
+        tensor = _shaped(file.get_tensor(key), laid, stream in columns)
+        is_codes = "." not in stream and not tensor.is_floating_point()
+        state[stream + ".codes" if is_codes else stream] = tensor
     return state
 
 
@@ -243,15 +254,10 @@ def _weight(file, path, name, p, laid, key):
     return weight
 
 
-def _named(ours, metadata, others, path):
+def _named(ours, metadata, path):
     """Returns the name in the file for each of our names. Fails if the file lists other tensors
-    than this optimizer has. A file without such a list may hold only some of them."""
+    than this optimizer has."""
     told = sorted(key.partition(".")[2] for key in metadata if key.startswith("group_of."))
-    if not told:
-        theirs = sorted(
-            others | {key.partition(".")[2] for key in metadata if key.startswith("counters.")}
-        )
-        return {**dict(zip(ours, ours)), **_names.partly(theirs, ours)}
     found = _names.match(told, ours, os.fspath(path))
     if found is None:
         raise ValueError(
@@ -289,7 +295,7 @@ def _load(parts, path, numbers):
         metadata = file.metadata() or {}
         if metadata.get("format") != FORMAT:
             raise ValueError(f"halfstep: {path} holds no optimizer of halfstep; {_OWN}")
-        rule = metadata.get("rule") or metadata.get("recipe", "").partition("/")[0]
+        rule = _needed(metadata, "rule", path)
         if sorted(rule.split(", ")) != sorted(_rules(groups).split(", ")):
             raise ValueError(
                 f"halfstep: {path} is of the rule {rule!r}, this optimizer of {_rules(groups)!r};"
@@ -303,7 +309,7 @@ def _load(parts, path, numbers):
             else:
                 streams[name].append((stream, key))
         ours = [names.of(g, i) for g, i, _ in groups.members()]
-        named = _named(ours, metadata, {*streams, *weight_keys}, path)
+        named = _named(ours, metadata, path)
         places = {p: i for i, p in enumerate(groups.params())}
         found = {
             "state": {},
@@ -312,13 +318,11 @@ def _load(parts, path, numbers):
             ],
         }
         for g, (group, saved) in enumerate(zip(groups, found["param_groups"])):
-            # Files of the C program do not say which tensor is in which group. Their groups are
-            # then taken in order.
-            source = str(g)
+            source = None
             for i, p in enumerate(group["params"]):
                 name = named[names.of(g, i)]
                 laid = lay(groups.row_of(group).name, p.shape, how_of(group))
-                source = metadata.get(f"group_of.{name}", source)
+                source = metadata[f"group_of.{name}"]
                 if name in weight_keys:
                     weights.append((p, _weight(file, path, name, p, laid, weight_keys[name])))
                 some = () if numbers else streams[name]
@@ -327,20 +331,20 @@ def _load(parts, path, numbers):
                     found["state"][places[p]] = state
                 elif streams[name] or p in groups.state and parts.cache.store is None:
                     raise ValueError(f"halfstep: {path} has no counters of parameter {name!r}")
-            saved["group_steps"] = _parsed(metadata, f"group.{source}.steps", int, path, 0)
-            saved["skipped_steps"] = _parsed(metadata, "skipped_steps", int, path, 0)
-            saved["last_norm"] = _parsed(metadata, "gradient_norm", float.fromhex, path, 0.0)
-            saved["seed"] = _parsed(metadata, "seed", int, path, saved.get("seed", 0))
-            _take_hypers(groups, saved, metadata, source, path)
-        generator = metadata.get("generator", groups[0]["generator"])
-        if generator is not None:
-            _abi.check_choice("generator", generator, f" in {path}")
+            saved["skipped_steps"] = _parsed(metadata, "skipped_steps", int, path)
+            saved["last_norm"] = _parsed(metadata, "gradient_norm", float.fromhex, path)
+            saved["seed"] = _parsed(metadata, "seed", int, path)
+            if source is not None:  # a group without parameters continues none of the file
+                saved["group_steps"] = _parsed(metadata, f"group.{source}.steps", int, path)
+                _take_hypers(groups, saved, metadata, source, path)
+        generator = _needed(metadata, "generator", path)
+        _abi.check_choice("generator", generator, f" in {path}")
     return found, generator, weights
 
 
 def _take_hypers(groups, saved, metadata, source, path):
     """Sets the hyper-parameters of one group from the file."""
     for name in groups.row_of(saved).hypers:
-        value = _parsed(metadata, f"group.{source}.{name}", float, path)
+        value = _parsed(metadata, f"group.{source}.{name}", float, path, None)
         if value is not None:
             groups.options.take_hyper(saved, name, value)

@@ -81,7 +81,7 @@ class Groups:
         return {**lists, **{name: getattr(self.options, name) for name in self.options.kept}}
 
     def restore(self, saved):
-        """Takes what saved() returned, out of a pickle. Older pickles lack some of it."""
+        """Takes what of saved() is there, and out of `saved`. A state dictionary has some of it."""
         for owner, names in ((self, LISTS), (self.options, self.options.kept)):
             vars(owner).update((name, saved.pop(name)) for name in names if name in saved)
 

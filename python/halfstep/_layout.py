@@ -18,9 +18,6 @@ parameter's whole state.
                                         trains, which train() puts back
     exp_avg_sq.grid ...                 float64: the factor for the codes of a second moment; 1 if
                                         it is missing; the library writes it at every update
-
-Older versions kept numbers in place of the small tensors, ids and recipes as lists in the groups,
-and codes under the names of states. _older.py translates such states.
 """
 
 import ctypes
@@ -34,8 +31,6 @@ from . import _abi, _devices
 
 WHOLE = ("id", "recipe", "state_steps", "full_steps", "writes")
 COUNTERS = WHOLE[2:]
-#: the generator of states that do not name one: the default of the versions that did not say
-OLD_GENERATOR = "mixer"
 #: keys of a group that hold counts of the optimizer, always there and always current
 TOLD = ("group_steps", "skipped_steps", "last_norm")
 #: keys of the weight that trains, and of its residual or error code, while the averages of
@@ -146,8 +141,7 @@ def numbers_of(rule, streams=None):
 
 
 def initial(key):
-    """Returns the first value of such a number. It also stands for a number that an older state
-    lacks."""
+    """Returns the first value of such a number."""
     return 1.0 if key.endswith(GRID) else 0.0
 
 
@@ -268,10 +262,29 @@ def take_number(state, key, name):
     return found
 
 
+def flat(state):
+    """Returns a state without nested dictionaries. torch's flattened checkpoints return one if a
+    key of ours is missing, or if it begins several keys of the file."""
+    out = {}
+    for key, value in state.items():
+        if isinstance(value, dict):
+            out.update((f"{key}.{part}", inner) for part, inner in flat(value).items())
+        else:
+            out[key] = value
+    return out
+
+
 def recipe_of(state, name):
-    """Returns the full recipe of the tensors of a state, or None for torch's plain states."""
+    """Returns the full recipe of the tensors of a state, or None for torch's plain states. Raises
+    ValueError if the state has other numbers of this package and no recipe."""
     value = take_number(state, "recipe", name)
     if value is None:
+        for key in WHOLE:
+            if key in state:
+                raise ValueError(
+                    f"halfstep: the state of parameter {name!r} has {key!r} and no 'recipe', so its"
+                    " formats are not known: load a state that is whole"
+                )
         return None
     recipe = unpack_recipe(value)
     if recipe is None:
@@ -280,6 +293,15 @@ def recipe_of(state, name):
             " this library"
         )
     return recipe
+
+
+def check_generator(group, place):
+    """Raises ValueError if a saved group has a seed and not the generator that goes with it."""
+    if "seed" in group and "generator" not in group:
+        raise ValueError(
+            f"halfstep: group {place} of this state has a 'seed' and no 'generator', so its random"
+            " bits are not known: add the generator of the optimizer that saved it"
+        )
 
 
 def check_told(key, value, place):

@@ -154,8 +154,7 @@ class Loading:
                     f" {self.groups.options.title} steps that group by {rule} here: make the"
                     " optimizer with groups of the same rules as they were saved with"
                 )
-        if "seed" in group:
-            group.setdefault("generator", _layout.OLD_GENERATOR)
+        _layout.check_generator(group, place)
         for key, value in own.items():
             if key in ("weights", "states", "fused", "foreach", "capturable", "differentiable"):
                 group[key] = value

@@ -95,11 +95,9 @@ def partly(theirs, ours):
 
 
 def _permuted(group, order):
-    """Returns a group with its parameters, and the lists kept for them, in another order."""
+    """Returns a group with its parameters in another order."""
     out = dict(group)
-    for key in ("params", "ids", "recipes"):
-        if isinstance(out.get(key), (list, tuple)) and len(out[key]) == len(group["params"]):
-            out[key] = [out[key][i] for i in order]
+    out["params"] = [out["params"][i] for i in order]
     return out
 
 
@@ -174,7 +172,7 @@ class Names:
 
     given    names that were given with parameters
     roster   these names by place, a list for each group
-    ids      ids from older files, for parameters that have no states yet
+    ids      ids of parameters that have no states yet, if their saved names were others
     """
 
     def __init__(self, groups):
@@ -182,11 +180,11 @@ class Names:
         self.given, self.roster, self.ids = {}, [], {}
 
     def saved(self):
-        """Returns what pickles keep, under the keys that the first version used."""
+        """Returns what pickles keep."""
         return {"_names": dict(self.given), "_roster": self.roster, "_ids": dict(self.ids)}
 
     def restore(self, saved):
-        """Takes what saved() returned, out of a pickle. Older pickles lack some of it."""
+        """Takes what of saved() is there, and out of `saved`. A state dictionary has none of it."""
         self.given = saved.pop("_names", self.given)
         self.roster = saved.pop("_roster", self.roster)
         self.ids = saved.pop("_ids", self.ids)

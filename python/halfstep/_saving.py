@@ -2,35 +2,21 @@
 
 import torch
 
-from . import _layout, _older, _state
+from . import _layout, _state
 from ._loading import Loading, unwrap
 from ._options import keep_plain
 
 #: attributes that pickles leave out, because they are rebuilt or bound to this process. "step" is
-#: among them because a scheduler may have wrapped the instance's. Some are only in pickles of older
-#: versions.
+#: among them because a scheduler may have wrapped the instance's.
 _TRANSIENT = (
     "_parts",
     "_witness",
     "_number",
-    "_norm_group",
     "grad_scale",
     "found_inf",
     "_zero_grad_profile_name",
     "step",
     "_opt_called",
-    "_engine",
-    "_flat",
-    "_indices",
-    "_empty",
-    "_release_handles",
-    "_released",
-    "_warned",
-    "_watch",
-    "_agreed",
-    "_rounds",
-    "_scaled",
-    "_compiled_copies",
 )
 
 
@@ -135,19 +121,12 @@ class Saving:
         """Takes names and pending micro-batches from the attributes of a pickled optimizer, or from
         what torch's loader has made of a state dictionary. Returns the other attributes, and the
         hashes of weights."""
-        state = {key: value for key, value in state.items() if key not in _TRANSIENT}
+        state = dict(state)
         hashes = state.pop("_weight_hashes", {})
         self.names.restore(state)
         self.accumulation.restore(state.pop("_pending", self.accumulation.pending))
         if "state" in state:
             state["state"] = unwrap(state["state"])
-        if (
-            "defaults" in state
-        ):  # older pickles kept the generator beside the groups; None was the default
-            state["defaults"] = {
-                "generator": state.pop("generator", None) or _layout.OLD_GENERATOR,
-                **state["defaults"],
-            }
         self.groups.restore(state)
         return state, hashes
 
@@ -155,12 +134,13 @@ class Saving:
         """Completes an optimizer that has taken what unpack() returned. `loaded`: it comes from a
         state dictionary, which has to be checked."""
         told = dict(zip(_layout.TOLD, (0, 0, 0.0)))
-        for group in self.groups:
+        for place, group in enumerate(self.groups):
+            _layout.check_generator(group, place)
             defaults = self.groups.options.defaults_of(group, self.groups.defaults)
             for key, value in {**defaults, **told}.items():
                 group.setdefault(key, value)
         self.names.take_loaded()
-        _older.modernize(self.groups, self.names)
+        _state.tidy(self.groups, self.names)
         if loaded:
             _state.check(self.groups, self.names)
         self.groups.show_estimates()

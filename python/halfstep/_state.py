@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from . import _abi, _calls, _convert, _devices, _layout, _matrices, _names, _sharding
+from . import _abi, _calls, _convert, _layout, _matrices, _names, _sharding
 from ._parameters import described
 
 #: group keys that only this package has
@@ -100,6 +100,29 @@ def check_keys(state_dict, what="this state"):
             f"halfstep: {what} has states under {_names.some(strange)}, and its groups list the"
             f" parameters {_names.some(listed)}: use the same keys in both, numbers as numbers"
         )
+
+
+def tidy(groups, names):
+    """Makes flat states with tensors for numbers of what a loader or a file has left. Removes
+    numbers that torch's optimizers have cast."""
+    for g, group in enumerate(groups):
+        rule = groups.row_of(group)
+        for i, p in enumerate(group["params"]):
+            name, state = names.of(g, i), groups.state.get(p)
+            if not isinstance(state, dict) or not state:
+                continue
+            new = _layout.flat(state)
+            for key in _layout.WHOLE:
+                if isinstance(new.get(key), torch.Tensor) and new[key].is_floating_point():
+                    del new[key]
+            steps = _layout.whole(new.get("step"))
+            if steps is not None and not _layout.is_number(new["step"], "step"):
+                new["step"] = _layout.number(float(steps), "step")
+            for key in _layout.numbers_of(rule):
+                if key in new and not _layout.is_number(new[key], key):
+                    new[key] = _layout.number(_layout.take_number(new, key, name), key)
+            state.clear()
+            state.update(new)
 
 
 # ---- Checks --------------------------------------------------------------------------------------
@@ -243,14 +266,8 @@ def _judge(key, name, values, role):
 def _check_streams(codec, state, name, recipe, part):
     """Checks states as this package keeps them. All must be there, with the right shapes, and hold
     only what an update can leave."""
-    tensors, coarse = {}, _convert.coarse_states(codec.streams, state)
-    for name_ in coarse:
-        values = _convert.read_coarse(name_, recipe, codec.shape, name, state, part)
-        _judge(name_, name, values, codec.rule.roles[name_])
+    tensors = {}
     for s in codec.streams:
-        if s.name in coarse:
-            tensors[s.key] = _devices.zeros(s.shape, s.dtype)
-            continue
         if s.name in state and s.name + ".codes" in state:
             raise ValueError(
                 f"halfstep: parameter {name!r} has both a state {s.name!r} and its codes; delete"
@@ -266,6 +283,13 @@ def _check_streams(codec, state, name, recipe, part):
             _judge(s.key, name, tensor, _abi.ROLE_NONNEG)
         elif s.part != ".codes" and tensor.is_floating_point():
             _judge(s.key, name, tensor, 0 if s.extra else s.role)
+    # States that a module of halfstep.compat has translated have neither an id nor counts.
+    counted = any(key in state for key in ("id", *_layout.COUNTERS))
+    for key in _layout.numbers_of(codec.rule, codec.streams) if counted else ():
+        if key not in state:
+            raise ValueError(
+                f"halfstep: parameter {name!r} has no state {key!r}, which {recipe} needs"
+            )
     if codec.gathered:
         return  # codes mean nothing without the others of their matrix
     codec.bind(tensors)

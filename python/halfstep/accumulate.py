@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from . import _abi, _calls, _devices, _layout, _names, _sharding
+from . import _abi, _calls, _devices, _names, _sharding
 from ._abi import invoke, lib
 from ._handles import Handle, seed_of
 from ._parameters import (
@@ -386,7 +386,7 @@ class GradientAccumulator:
             else:
                 buffers[i] = None
         seed = int(state_dict["seed"])
-        self._set_generator(state_dict.get("generator", _layout.OLD_GENERATOR))
+        self._set_generator(state_dict.get("generator"))
         for handle in self._handles.values():
             _calls.change(handle, _abi.RECORD_OPTIMIZER, seed=seed & (2**64 - 1))
         self.seed = seed
@@ -417,7 +417,7 @@ class GradientAccumulator:
         members = state["members"]
         named = [(name, p) for name, p, _, _ in members]
         self._setup(named, state["format"], state["seed"], state["missing"], state["dtype"])
-        self._set_generator(state.get("generator", _layout.OLD_GENERATOR))
+        self._set_generator(state.get("generator"))
         self._set_writes([n for _, _, n, _ in members])
         self._buffers = [b for _, _, _, b in members]
         if state["attached"]:

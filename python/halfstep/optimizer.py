@@ -683,8 +683,8 @@ class Optimizer(torch.optim.Optimizer):
         return self._parts.saving.pickled(self.__dict__)
 
     def __setstate__(self, state):
-        # Called for copies with everything, and by load_state_dict() and for old pickles with
-        # states and groups alone.
+        # Called for copies and pickles with everything, and by load_state_dict() with states and
+        # groups alone.
         if "_parts" not in self.__dict__:
             self._make_parts()
         saving = self._parts.saving

@@ -2,7 +2,6 @@
  * are set before its streams, because numbers can be set back. docs/checkpoints.md has the layout. Over 500 lines
  * because what is saved, compared and loaded must be one list. */
 #include "base/structs.h"
-#include "io/coarse.h"
 #include "io/numbers.h"
 #include "io/parts.h"
 #include "io/streams.h"
@@ -42,6 +41,7 @@ typedef struct tensor_record {
     scalar_record scalar[HALFSTEP_MAX_SCALARS + HALFSTEP_MAX_STATES];
     int32_t scalars;
     int has_no_steps; /* 1: the file lists the tensor, but without any step */
+    int lacks_grid;   /* 1: the file has no grid of a state that has one here */
 } tensor_record;
 
 typedef struct named_tensor {
@@ -621,19 +621,19 @@ static int parse_scalars(const char *text, const halfstep_rule_info *rule, tenso
 static int read_scalars(const loading *l, tensor_record *t)
 {
     const char *text = find_value(l, "scalars.", t->info.name);
-    unsigned found, needed = 0;
-    /* A file without grids was written before there were any; its stored values have a grid of 1. */
+    unsigned found = 0, needed = 0, all = (1u << t->scalars) - 1;
     for (int32_t i = 0; i < t->scalars; i++) {
         *scalar_of(t, i, IN_FILE) = t->scalar[i].is_grid;
         needed |= (unsigned)!t->scalar[i].is_grid << i;
     }
     if (!t->scalars || t->has_no_steps) return HALFSTEP_OK;
     /* Python writes none for a parameter without elements or without a step. */
-    if (!text && (!needed || !t->numbers[IN_FILE].state_steps || !t->info.rows || !t->info.row_length))
-        return HALFSTEP_OK;
-    return text && parse_scalars(text, &l->record->groups[t->info.group].rule, t, &found) && (found & needed) == needed
-               ? HALFSTEP_OK
-               : fail_value(l, "scalars.", t->info.name);
+    if (!text && (!t->numbers[IN_FILE].state_steps || !t->info.rows || !t->info.row_length)) return HALFSTEP_OK;
+    if ((!text && needed) || (text && !parse_scalars(text, &l->record->groups[t->info.group].rule, t, &found)) ||
+        (found & needed) != needed)
+        return fail_value(l, "scalars.", t->info.name);
+    t->lacks_grid = found != all;
+    return HALFSTEP_OK;
 }
 
 /* Reads the recipe of a tensor and its group in the file. Fails unless the recipe is the same here, and unless tensors
@@ -641,10 +641,9 @@ static int read_scalars(const loading *l, tensor_record *t)
 static int read_group_of(const loading *l, tensor_record *t)
 {
     group_record *g = &l->record->groups[t->info.group];
-    uint64_t number = (uint64_t)t->info.group;
+    uint64_t number;
     char there[64];
     const char *recipe = find_value(l, "recipe.", t->info.name);
-    if (!recipe) recipe = find_value(l, "recipe", "");
     if (!recipe && !t->has_no_steps) return fail_value(l, "recipe.", t->info.name);
     if (recipe && halfstep_recipe_full(recipe, there, sizeof there))
         return hstep_fail(l->error, HALFSTEP_ERROR_MISMATCH,
@@ -655,8 +654,7 @@ static int read_group_of(const loading *l, tensor_record *t)
         return hstep_fail(l->error, HALFSTEP_ERROR_MISMATCH, "the recipe of tensor \"%s\" is %s here but %s in %s",
                           t->info.name, g->recipe, there, l->states.path);
     const char *text = find_value(l, "group_of.", t->info.name);
-    if (text && (!hstep_is_uint64(text, &number) || number > INT32_MAX))
-        return fail_value(l, "group_of.", t->info.name);
+    if (!text || !hstep_is_uint64(text, &number) || number > INT32_MAX) return fail_value(l, "group_of.", t->info.name);
     if (g->source >= 0 && (uint64_t)g->source != number)
         return hstep_fail(l->error, HALFSTEP_ERROR_MISMATCH,
                           "%s: tensor \"%s\" is in group %llu of the file, others of its group "
@@ -679,8 +677,7 @@ static int is_compared(const loading *l)
     return l->pairs || (l->options && l->options->settings == HALFSTEP_SETTINGS_COMPARE);
 }
 
-/* Returns the default of a choice. A file without the choice was written before the choice existed, so it had its
- * default. */
+/* Returns the default of a choice. A file lacks choices that came later, and was written with their defaults. */
 static const char *usual_choice(const loading *l, const setting *s)
 {
     if (!strcmp(s->name, "decay")) return l->record->groups[s->group].rule.decay;
@@ -725,6 +722,8 @@ static int read_setting(const loading *l, setting *s)
     if (s->group != HALFSTEP_ALL_GROUPS) snprintf(prefix, sizeof prefix, "group.%lld.", (long long)source);
     const char *value = find_value(l, prefix, s->name);
     int code = HALFSTEP_OK;
+    /* As with the seed, other random bits would follow from another one. */
+    if (!value && !strcmp(s->name, "generator")) return fail_value(l, prefix, s->name);
     if (s->choice[HERE]) {
         if (value || compare) s->choice[IN_FILE] = known_choice(s->name, value ? value : usual_choice(l, s));
         if (!s->choice[IN_FILE])
@@ -776,7 +775,7 @@ static int read_steps(const loading *l)
     int code = read_count(l, "skipped_steps", "", &r->numbers[IN_FILE].skipped_steps);
     const char *text = find_value(l, "gradient_norm", "");
     double *norm = &r->numbers[IN_FILE].gradient_norm;
-    if (!code && text && (!hstep_is_double(text, norm) || !(*norm >= 0.0) || *norm - *norm != 0.0))
+    if (!code && (!text || !hstep_is_double(text, norm) || !(*norm >= 0.0) || *norm - *norm != 0.0))
         return fail_value(l, "gradient_norm", "");
     return code;
 }
@@ -900,35 +899,12 @@ static int load_streams(loading *l, stream_visitor *visit)
     return each_stream(l->record, l->weights, l->has_model_file, l->options, visit, l, l->error);
 }
 
-/* Finds a state that the file has in blocks and this optimizer in a finer format. */
-static int find_coarse(const loading *l, const tensor_record *t, const hstep_stream *stream, int is_weight,
-                       hstep_coarse *found)
-{
-    const group_record *g = &l->record->groups[t->info.group];
-    return !is_weight && hstep_find_coarse(&l->states, &t->info, stream, &g->rule, g->recipe, found);
-}
-
-/* Returns 1 for the second stream of a state. Both streams of a state in blocks are read together, with the first. */
-static int is_extra(const hstep_stream *stream) { return strchr(stream->suffix, '.') != NULL; }
-
-static int read_coarse(loading *l, const tensor_record *t, const hstep_stream *stream, const hstep_coarse *coarse,
-                       halfstep_optimizer *optimizer)
-{
-    return hstep_read_coarse(&l->states, &t->info, stream, coarse, find_value(l, "scalars.", t->info.name), optimizer,
-                             (int32_t)(t - l->record->tensors));
-}
-
 static int check_stream(void *context, tensor_record *t, const hstep_stream *stream, int is_weight)
 {
     loading *l = context;
     const hstep_source *source = is_weight ? &l->model : &l->states;
     uint64_t index;
-    hstep_coarse coarse;
     if (!stream->bytes || (t->has_no_steps && !is_weight)) return HALFSTEP_OK;
-    if (find_coarse(l, t, stream, is_weight, &coarse)) {
-        l->known[coarse.codes] = l->known[coarse.scales] = 1;
-        return is_extra(stream) ? HALFSTEP_OK : read_coarse(l, t, stream, &coarse, NULL);
-    }
     int code = hstep_find_stream(source, &t->info, stream, &index);
     if (!code && !hstep_grow((void **)&l->places, l->place_count, &l->place_capacity, sizeof *l->places))
         code = hstep_fail_memory(l->error);
@@ -978,15 +954,12 @@ static int store_weight(const loading *l, const tensor_record *t, const hstep_st
 static int read_stream(void *context, tensor_record *t, const hstep_stream *stream, int is_weight)
 {
     loading *l = context;
-    hstep_coarse coarse;
     if (!stream->bytes) return HALFSTEP_OK;
     if (t->has_no_steps && !is_weight) {
         if (!stream->data) return fill_storage(l, t, stream, UINT64_MAX);
         memset(stream->data, 0, (size_t)stream->bytes);
         return HALFSTEP_OK;
     }
-    if (find_coarse(l, t, stream, is_weight, &coarse))
-        return is_extra(stream) ? HALFSTEP_OK : read_coarse(l, t, stream, &coarse, l->record->optimizer);
     const uint64_t place = l->places[l->place_count++];
     if (!stream->data) return fill_storage(l, t, stream, place);
     int code = halfstep_read_safetensor(is_weight ? l->model.file : l->states.file, place, 0, stream->data,
@@ -1077,9 +1050,12 @@ static int set_numbers(const record *r, int side)
     return code;
 }
 
-/* Sets the numbers of the file, or none. */
+/* Sets the numbers of the file, or none. Fails for a grid that is missing; where the file has the state in another
+ * format, its stream was refused before. */
 static int take_numbers(const loading *l)
 {
+    for (int32_t i = 0; i < l->record->tensor_count; i++)
+        if (l->record->tensors[i].lacks_grid) return fail_value(l, "scalars.", l->record->tensors[i].info.name);
     int code = set_numbers(l->record, IN_FILE);
     if (!code) return HALFSTEP_OK;
     code = fail_taking(l, code);

@@ -115,8 +115,6 @@ int hstep_list_streams(const halfstep_optimizer *optimizer, int32_t index, const
             hstep_stream *codes = &streams[n++];
             memset(codes, 0, sizeof *codes);
             codes->slot = slot;
-            codes->state = slot - HALFSTEP_SLOT_STATE;
-            codes->precise = info.precise;
             snprintf(codes->suffix, sizeof codes->suffix, "%s", info.name);
             make_codes(codes, tensor, &format, &info, shape);
             int is_positive = rule->state_role[slot - HALFSTEP_SLOT_STATE] == HALFSTEP_ROLE_NONNEG;
@@ -128,8 +126,6 @@ int hstep_list_streams(const halfstep_optimizer *optimizer, int32_t index, const
         memset(extra, 0, sizeof *extra);
         extra->slot = slot;
         extra->extra = 1;
-        extra->state = slot - HALFSTEP_SLOT_STATE;
-        extra->precise = info.precise;
         snprintf(extra->suffix, sizeof extra->suffix, "%s.%s", info.name, has_scales(&format) ? "scale" : "extra");
         make_extra(extra, tensor, &format, &info, shape);
     }
@@ -148,7 +144,6 @@ int hstep_weight_stream(const halfstep_optimizer *optimizer, int32_t index, cons
     if (info.code_bytes && !data)
         return hstep_fail(error, HALFSTEP_ERROR_ARGUMENT, "tensor \"%s\": its weight is NULL", tensor->name);
     memset(stream, 0, sizeof *stream);
-    stream->state = -1;
     snprintf(stream->suffix, sizeof stream->suffix, "%s", suffix);
     info.code = data;
     make_codes(stream, tensor, &format, &info, shape);

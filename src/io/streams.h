@@ -16,8 +16,6 @@ typedef struct hstep_stream {
     int flat_scales;     /* 1: scales of a flattened tensor, whose number counts but not their shape */
     int nonnegative;     /* 1: values are neither NaN nor negative */
     int finite;          /* 1: values are not infinite either */
-    int32_t state;       /* number of the rule's state; -1 for a weight */
-    int precise;         /* 1: the state has a finer format here than in the recipe */
     int32_t slot, extra; /* as halfstep_read_bytes() takes them */
     void *data;          /* NULL: the states are in storage */
     uint64_t bytes;

@@ -514,6 +514,20 @@ def replaced(word, text):
         ("f32", None, {"generator": "dice"}),
         ("f32", None, {"format": "other"}),
         ("f32", None, {"rule": "lion"}),
+        *(
+            ("f32", None, {key: None})
+            for key in (
+                "rule",
+                "seed",
+                "generator",
+                "skipped_steps",
+                "gradient_norm",
+                "group.0.steps",
+                "recipe.matrix",
+                "group_of.matrix",
+            )  # fmt: skip
+        ),
+        ("int8", None, {"scalars.matrix": None}),
     ],
 )
 @pytest.mark.parametrize("warm", [0, 2])

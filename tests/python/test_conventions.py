@@ -500,7 +500,7 @@ def test_named_parameters(recipe):
     halfstep.name_parameters(modules[2])
     opts.append(halfstep.AdamW(modules[2].parameters(), **formats, seed=0))
     names = list(named(module))
-    # Names are beside the groups, as earlier versions have them, and in them, as torch has.
+    # Names are beside the groups, also where some have none, and in them, as torch has.
     for opt in opts[:2]:
         assert [n for group in opt.state_dict()["param_names"] for n in group] == names
         assert [n for g in opt.param_groups for n in g["param_names"]] == names

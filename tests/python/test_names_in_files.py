@@ -234,21 +234,6 @@ def test_a_hook_that_renames():
     go_on(params, opt, others, other)
 
 
-def test_lists_of_older_files_go_with_their_parameters():
-    """Ids and recipes beside the groups, one for each parameter, as earlier versions kept them."""
-    params, opt = trained("ecc8-int8")
-    file = copy.deepcopy(opt.state_dict())
-    group = file["param_groups"][0]
-    group["ids"] = [int(file["state"][k].pop("id")) % 2**64 for k in group["params"]]
-    group["recipes"] = [opt.recipe(p) for p in params.values()]
-    for state in file["state"].values():
-        del state["recipe"]
-    del group["param_names"]  # which was beside the groups
-    others, other = another(params, "cab", "ecc8-int8")
-    other.load_state_dict(file)
-    go_on(params, opt, others, other)
-
-
 def test_a_flat_checkpoint_of_torch():
     """torch.distributed.checkpoint's dictionaries have names in place of numbers and come in the
     model's order."""

@@ -70,7 +70,7 @@ def test_a_release_has_notes_and_hashes(release):
     dist.mkdir()
     tags = [row.split(",")[0] for row in read("packaging/platforms.csv").splitlines()[1:]]
     names = [f"halfstep-{VERSION}-py3-none-{tag}.whl" for tag in tags]
-    names += [f"halfstep-{VERSION}.tar.gz", f"halfstep-{VERSION}-source.tar.gz", "halfstep.deb"]
+    names += [f"halfstep-{VERSION}.tar.gz", "halfstep.deb"]
     for name in names:
         (dist / name).write_text(name)
     assert run(f"v{VERSION}", str(dist)).returncode == 0

@@ -133,9 +133,9 @@ def test_the_mode_follows_what_is_loaded():
     assert weights(params) == x and not opt.param_groups[0]["train_mode"]
     opt.train()
     assert weights(params) == y
-    old = saved(opt.state_dict())
-    del old["param_groups"][0]["train_mode"]  # of an earlier version
-    opt.load_state_dict(old)
+    without = saved(opt.state_dict())
+    del without["param_groups"][0]["train_mode"]  # the weights that train are then there
+    opt.load_state_dict(without)
     run(opt, params, 3, 4)
     bad = saved(evaluates)
     bad["state"][0]["weight.train"] = torch.ones(3)

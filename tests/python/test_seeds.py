@@ -10,7 +10,6 @@ from conftest import (
     bits,
     class_of,
     everything,
-    ids,
     parameters,
     randn,
     rules,
@@ -130,20 +129,6 @@ def test_a_compiled_copy_is_found_under_its_own_number():
     assert len(ends) == 1
 
 
-def test_pickles_of_older_versions():
-    """Old pickles hold the number of the optimizer, which means nothing any more, and a seed of
-    0."""
-    params = parameters(torch.bfloat16)
-    opt = halfstep.AdamW(params.values(), seed=0)
-    run(opt, params, 0, 2)
-    opt.__dict__["_number"] = 41
-    state = {**opt.__getstate__(), "_number": 41}
-    old = halfstep.AdamW.__new__(halfstep.AdamW)
-    old.__setstate__(copy.deepcopy(state))
-    assert "_number" not in vars(old) and old.seed == 0
-    assert ids(old) == ids(opt)
-
-
 # ---- Averages and accumulators -------------------------------------------------------------------
 
 
@@ -180,6 +165,16 @@ def test_accumulators_follow_torchs_seed():
     assert sums(1) == sums(1) == sums(1, before=2)
     assert sums(1)[0] != sums(1)[1] and sums(1)[0] != sums(2)[0]
     assert sums(1, seed=4) == sums(2, seed=4)
+
+
+def test_sums_without_a_generator_are_refused():
+    """Other random bits would follow from another one."""
+    sums = GradientAccumulator([("p", Parameter(torch.zeros(4)))], seed=1)
+    file, pickled = sums.state_dict(), sums.__getstate__()
+    del file["generator"], pickled["generator"]
+    for load, held in ((sums.load_state_dict, file), (sums.__setstate__, pickled)):
+        with pytest.raises(ValueError, match="generator=None of the saved sums"):
+            load(held)
 
 
 def functional(manual_seed):

@@ -275,7 +275,7 @@ def test_f32_parameters_resume_as_bf16_and_back():
 
 
 @rules
-def test_old_state_dicts(rule):
+def test_group_keys_that_a_file_lacks(rule):
     """Group keys that a file lacks get the constructor's values. Unknown keys do no harm."""
     params, opt = make(rule, "ecc8-int8", lr=0.02)
     run(opt, params, 0, 2)
@@ -300,8 +300,8 @@ def test_old_state_dicts(rule):
 
 
 @rules
-def test_setstate_of_old_pickles(rule):
-    """__setstate__ fills in what older pickles lack."""
+def test_setstate_fills_in_options_that_groups_lack(rule):
+    """So a later version takes a pickle that was made before an option."""
     params, opt = make(rule)
     run(opt, params, 0, 1)
     state = opt.__getstate__()

@@ -397,7 +397,7 @@ def test_state_dict_deterministic(cls, options):
 
 @every
 def test_can_load_older_state_dict(cls, options):
-    """Flags that came later are missing in old files."""
+    """A file may lack flags that came later."""
     problem, opt = made(cls, options, 6)
     optional = ("group_steps", "amsgrad", "decoupled_weight_decay")
     required = ("maximize", "foreach", "fused", "capturable", "differentiable", "decay")

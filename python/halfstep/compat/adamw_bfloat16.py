@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .. import _layout
 from .._options import Options
 from ..optimizer import Kept, Optimizer
 from ._arguments import arguments
@@ -112,10 +113,14 @@ class AdamW_BF16(Optimizer):
         the residual, bit for bit."""
         saved = state_dict["state"]
         if any("shift" in state for state in saved.values()):
+            recipe = _layout.recipe_number("adamw-delayed/bf16-kahan/bf16-sr")
             states = {
                 key: {
-                    "weight.extra" if name == "shift" else name: value
-                    for name, value in state.items()
+                    "recipe": recipe,
+                    **{
+                        "weight.extra" if name == "shift" else name: value
+                        for name, value in state.items()
+                    },
                 }
                 for key, state in saved.items()
             }
@@ -126,7 +131,6 @@ class AdamW_BF16(Optimizer):
                     group.update(_numbers(group.pop("lr_function")))
                 steps = [float(states[key]["step"]) for key in group["params"] if key in states]
                 group["group_steps"] = int(max(steps, default=0))
-                group["recipes"] = ["adamw-delayed/bf16-kahan/bf16-sr"] * len(group["params"])
                 groups.append(group)
             state_dict = {**state_dict, "state": states, "param_groups": groups}
         super().load_state_dict(state_dict)

@@ -28,7 +28,7 @@ from typing import Any, Callable, Dict, Iterable, List, Optional, Set, Tuple, Ty
 import torch
 from torch import Tensor, nn
 
-from .. import _abi, _names, _parameters, _release
+from .. import _abi, _layout, _names, _parameters, _release
 from .._options import Options
 from .._torch import warn
 from ..optimizer import Optimizer, unwrapped
@@ -607,8 +607,7 @@ def _from_optimi(optimizer, state_dict):
             "exp_avg_sq": group.get("beta3", group.get("beta2")),
             "exp_avg_diff": group.get("beta2"),
         }
-        group["recipes"] = [None] * len(group["params"])
-        for i, (index, p) in enumerate(zip(group["params"], own["params"])):
+        for index, p in zip(group["params"], own["params"]):
             old = state_dict["state"].get(index)
             if not old:
                 continue
@@ -645,6 +644,6 @@ def _from_optimi(optimizer, state_dict):
                     new["slow.extra"] = torch.zeros(
                         p.shape, dtype=p.dtype, device="cpu"
                     )  # optimi has one residual for both
-            group["recipes"][i] = _abi.recipe_full(f"{rule.name}/{weights}/f32")
+            new["recipe"] = _layout.recipe_number(f"{rule.name}/{weights}/f32")
             states[index] = new
     return {"state": states, "param_groups": groups}

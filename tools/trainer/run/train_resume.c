@@ -99,7 +99,7 @@ static int compare_option(void *context, const struct option *option, const char
     struct comparing *c = context;
     const char *checkpoint = c->run->config->checkpoint, *there = trainer_file_option(c->saved, option->name);
     if (!(option->flags & OPTION_IDENTITY)) return 0;
-    /* An older checkpoint lacks newer options. It was made with their defaults. */
+    /* A checkpoint lacks options that came later. It was made with their defaults. */
     if (!there && (option->initial || !here[0])) there = option->initial ? option->initial : "";
     if (!there) return run_fail(c->run, "%s: trainer.json has no value for --%s", checkpoint, option->name);
     if (strcmp(here, there) == 0) return 0;
