@@ -71,9 +71,10 @@ static int accumulate(halfstep_optimizer *o, int32_t tensor, void *accumulator, 
         return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': NULL accumulator or gradient",
                           o->labels[tensor].name);
     int stochastic = hstep_formats[a.format].stochastic, elements = t->n_rows && t->n_columns;
-    if ((stochastic && (error = hstep_fetch(o))) ||
-        (elements && ((error = hstep_check_owned(o, accumulator)) || (error = hstep_check_owned(o, gradient)))))
-        return hstep_why(o, error);
+    if (stochastic) error = hstep_fetch(o);
+    if (!error && elements) error = hstep_check_owned(o, accumulator);
+    if (!error && elements) error = hstep_check_owned(o, gradient);
+    if (error) return hstep_why(o, error);
     /* An update counts in both counters, an accumulation only in writes. Their difference numbers the accumulations. */
     int generator = hstep_generator_id(o->generator);
     a.stream = hstep_key_write(generator, o->seed, t->id,

@@ -151,9 +151,11 @@ int hstep_step_in_advance(const struct hstep_request *s, int64_t *statistics)
     const int i = s->call.first;
     const struct hstep_tensor *t = &o->tensors[i];
     int error = check_device(o);
-    if (error || (error = hstep_check_ready(s, HSTEP_PART_NORMS)) || (error = check_tensor(o, i, t))) return error;
+    if (!error) error = hstep_check_ready(s, HSTEP_PART_NORMS);
+    if (!error) error = check_tensor(o, i, t);
     const halfstep_piece streams = streams_of(t, i);
-    if ((error = check_place(s, streams.state_bytes))) return error;
+    if (!error) error = check_place(s, streams.state_bytes);
+    if (error) return error;
     struct hstep_results *all = open_results(o);
     if (!all) return hstep_fail_memory(o, (uint64_t)o->n_tensors * sizeof *all->tensors, "results of steps in advance");
     struct result *r = &all->result[i];

@@ -286,8 +286,9 @@ static int set_hyper(halfstep_optimizer *o, int32_t group, const char *name, dou
             if (index < 0) continue;
             found = 1;
             struct hstep_hyper hyper = hstep_rule_hyper(g->recipe.rule, index);
-            if ((error = check_bounds(o, &hyper, value)) || (error = set_group_hyper(o, g, index, value, !pass)))
-                return error;
+            error = check_bounds(o, &hyper, value);
+            if (!error) error = set_group_hyper(o, g, index, value, !pass);
+            if (error) return error;
         }
     if (found) return HALFSTEP_OK;
     if (!o->n_groups) return fail_no_group(o, name);

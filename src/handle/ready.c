@@ -201,11 +201,13 @@ static int check_memory(const struct hstep_request *s)
 int hstep_check_ready(const struct hstep_request *s, enum hstep_part part)
 {
     int error = hstep_begin_storage(s->o);
-    if (error || (error = check_bound(s)) || (error = check_accumulates(s)) || (error = check_single(s)) ||
-        (part != HSTEP_PART_BEGIN &&
-         ((error = check_schedules(s)) || (error = check_rates(s)) || (error = check_preparable(s)))) ||
-        (part == HSTEP_PART_FINISH && (error = check_norms(s))) ||
-        (part == HSTEP_PART_ALL && (error = check_alone(s))) || (error = check_memory(s)))
-        return error;
-    return HALFSTEP_OK;
+    if (!error) error = check_bound(s);
+    if (!error) error = check_accumulates(s);
+    if (!error) error = check_single(s);
+    if (!error && part != HSTEP_PART_BEGIN) error = check_schedules(s);
+    if (!error && part != HSTEP_PART_BEGIN) error = check_rates(s);
+    if (!error && part != HSTEP_PART_BEGIN) error = check_preparable(s);
+    if (!error && part == HSTEP_PART_FINISH) error = check_norms(s);
+    if (!error && part == HSTEP_PART_ALL) error = check_alone(s);
+    return error ? error : check_memory(s);
 }

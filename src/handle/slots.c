@@ -190,9 +190,10 @@ int halfstep_bind_states(halfstep_optimizer *o, void *memory, uint64_t bytes)
         return hstep_fail(o, HALFSTEP_ERROR_RANGE, "the states need %llu bytes, %llu were given",
                           (unsigned long long)needed, (unsigned long long)bytes);
     if (needed) error = check_owned(o, memory, "memory for states");
-    if (error || (error = hstep_settle(o)) || (error = place_all(o, memory, needed))) return error;
-    o->states_placed = 1;
-    return HALFSTEP_OK;
+    if (!error) error = hstep_settle(o);
+    if (!error) error = place_all(o, memory, needed);
+    if (!error) o->states_placed = 1;
+    return error;
 }
 
 int halfstep_allocate_states(halfstep_optimizer *o)
@@ -213,7 +214,9 @@ int halfstep_allocate_states(halfstep_optimizer *o)
                           "('halfstep plan' forecasts them)",
                           (unsigned long long)bytes);
     if (error) return hstep_why(o, error);
-    if ((error = hstep_settle(o)) || (error = place_all(o, memory, bytes))) {
+    error = hstep_settle(o);
+    if (!error) error = place_all(o, memory, bytes);
+    if (error) {
         o->device->release(&o->context, memory);
         return error;
     }
@@ -237,10 +240,11 @@ int halfstep_bind_slot(halfstep_optimizer *o, int32_t tensor, int32_t slot, void
         return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': memory for %s is NULL", name,
                           slot_name(o, tensor, slot));
     /* Nothing is read or written at the address of a slot without bytes. */
-    if ((code && s->code_bytes && (error = check_owned(o, code, name))) ||
-        (extra && s->extra_bytes && (error = check_owned(o, extra, name))) || (error = hstep_settle(o)) ||
-        (error = hstep_fetch(o)))
-        return error;
+    if (code && s->code_bytes) error = check_owned(o, code, name);
+    if (!error && extra && s->extra_bytes) error = check_owned(o, extra, name);
+    if (!error) error = hstep_settle(o);
+    if (!error) error = hstep_fetch(o);
+    if (error) return error;
     hstep_changed(o, tensor, 1);
     s->code = code;
     s->extra = extra;

@@ -156,13 +156,13 @@ static int norms(const struct hstep_request *s)
     const struct hstep_device *device = s->o->device;
     const struct hstep_call *c = &s->call;
     int64_t count = sums_count(s);
-    int error;
     if (!count || c->micro) return HALFSTEP_OK;
-    if ((error = device->decide(c)) || (error = zero_sums(s)) || (error = sum_all(s)) ||
-        (error = device->carry(c->context, c->statistics + hstep_sums_offset(c->n), count / HSTEP_EXACT_LIMBS)))
-        return error;
-    *s->norms_made = 1;
-    return HALFSTEP_OK;
+    int error = device->decide(c);
+    if (!error) error = zero_sums(s);
+    if (!error) error = sum_all(s);
+    if (!error) error = device->carry(c->context, c->statistics + hstep_sums_offset(c->n), count / HSTEP_EXACT_LIMBS);
+    if (!error) *s->norms_made = 1;
+    return error;
 }
 
 static int transform(const halfstep_optimizer *o, const struct hstep_call *call, int tensor)
@@ -254,13 +254,12 @@ int hstep_step_tensors(const struct hstep_request *s, int first, int n, int made
     const halfstep_optimizer *o = s->o;
     const struct hstep_call *c = &s->call;
     const int totals = o->totals && !c->micro;
-    int error, sums = 0;
+    int error = HALFSTEP_OK, sums = 0;
     for (int i = first; o->sums && i < first + n && !o->tensors[i].pairs; i++)
         sums |= c->gradients[i - c->first] && hstep_needs_sums(&o->tensors[i], c->micro);
-    if ((sums && !made && (error = o->device->sum(c, first, n))) ||
-        (sums && !totals && (error = o->device->decide_sums(c, first, n))))
-        return error;
-    return update_tensors(s, first, n);
+    if (sums && !made) error = o->device->sum(c, first, n);
+    if (!error && sums && !totals) error = o->device->decide_sums(c, first, n);
+    return error ? error : update_tensors(s, first, n);
 }
 
 /* Updates all tensors of the call. For rules of two passes makes the sums first, unless they are made. Begins with the
@@ -269,17 +268,18 @@ static int update_all(const struct hstep_request *s)
 {
     const halfstep_optimizer *o = s->o;
     const struct hstep_call *c = &s->call;
-    int error, totals = o->totals && !c->micro, made = *s->norms_made || totals;
+    int error = HALFSTEP_OK, totals = o->totals && !c->micro, made = *s->norms_made || totals;
     if (!c->n) return HALFSTEP_OK;
-    if (totals && ((!*s->norms_made && (error = sum_all(s))) || (error = o->device->decide_sums(c, c->first, c->n))))
-        return error;
+    if (totals && !*s->norms_made) error = sum_all(s);
+    if (!error && totals) error = o->device->decide_sums(c, c->first, c->n);
+    if (error) return error;
     if (o->storage) return hstep_walk(s, 0);
     if (!o->sums && !o->factored) return update_tensors(s, c->first, c->n);
-    for (int end = c->first + c->n, first; end > c->first; end = first) {
+    for (int end = c->first + c->n, first; !error && end > c->first; end = first) {
         first = start_of_batch(s, end);
-        if ((error = hstep_step_tensors(s, first, end - first, made))) return error;
+        error = hstep_step_tensors(s, first, end - first, made);
     }
-    return HALFSTEP_OK;
+    return error;
 }
 
 /* Counts a refused step, or refused tensors, and returns the error. */
@@ -297,10 +297,10 @@ static int submit(const struct hstep_request *given)
 {
     const struct hstep_device *device = given->o->device;
     struct hstep_request s = *given;
-    int error;
-    if (!(error = device->decide(&s.call)) && (*s.norms_made || !(error = zero_sums(&s))) &&
-        !(error = hstep_use_results(&s)))
-        error = update_all(&s);
+    int error = device->decide(&s.call);
+    if (!error && !*s.norms_made) error = zero_sums(&s);
+    if (!error) error = hstep_use_results(&s);
+    if (!error) error = update_all(&s);
     hstep_end_results(&s);
     return error ? error : device->count(&s.call);
 }

@@ -450,10 +450,10 @@ static int begin_write(struct hstep_storage *st, const struct piece *p)
 static int put_back(const halfstep_optimizer *o)
 {
     struct hstep_storage *st = o->storage;
-    int error;
-    if (st->held >= 0 && st->dirty &&
-        ((error = begin_write(st, &st->pieces[st->held])) || (error = st->table.wait(st->table.host))))
-        return fail(o, error, 1);
+    const int writes = st->held >= 0 && st->dirty;
+    int error = writes ? begin_write(st, &st->pieces[st->held]) : HALFSTEP_OK;
+    if (!error && writes) error = st->table.wait(st->table.host);
+    if (error) return fail(o, error, 1);
     st->held = -1;
     st->dirty = 0;
     return HALFSTEP_OK;
@@ -465,11 +465,13 @@ static int hold(const halfstep_optimizer *o, int64_t number)
 {
     struct hstep_storage *st = o->storage;
     struct piece *p = &st->pieces[number];
-    int error;
     if (st->held == number) return HALFSTEP_OK;
-    if ((error = put_back(o))) return error;
+    int error = put_back(o);
+    if (error) return error;
     if (!p->resident) p->place = st->buffer[0];
-    if ((error = begin_read(st, p, 1)) || (error = st->table.wait(st->table.host))) {
+    error = begin_read(st, p, 1);
+    if (!error) error = st->table.wait(st->table.host);
+    if (error) {
         p->loaded = 0;
         return fail(o, error, 0);
     }
@@ -598,24 +600,25 @@ static int walk(const struct walk *w)
 {
     const halfstep_storage *table = &w->st->table;
     struct visit now = {w->st->pieces[w->st->first_piece[w->s->call.first + w->s->call.n] - 1].round + 1, STEP}, before;
-    int error, written = 0;
+    int written = 0;
     /* Rounds above those of the call are not of its tensors, so none of them is cut and goes on in the first. */
     int more = next_visit(w, &now);
     if (!more) return HALFSTEP_OK;
-    if ((error = begin_reads(w, &now, w->st->buffer[0])) || (error = table->wait(table->host))) return error;
-    for (int turn = 1; more; turn = (turn + 1) % BUFFERS) {
+    int error = begin_reads(w, &now, w->st->buffer[0]);
+    if (!error) error = table->wait(table->host);
+    for (int turn = 1; more && !error; turn = (turn + 1) % BUFFERS) {
         struct visit next = now;
         more = next_visit(w, &next);
-        if ((written && (error = begin_writes(w, &before))) ||
-            (more && (error = begin_reads(w, &next, w->st->buffer[turn]))) || (error = work(w, &now)) ||
-            (error = table->wait(table->host)))
-            return error;
+        if (written) error = begin_writes(w, &before);
+        if (!error && more) error = begin_reads(w, &next, w->st->buffer[turn]);
+        if (!error) error = work(w, &now);
+        if (!error) error = table->wait(table->host);
         written = 1;
         before = now;
         now = next;
     }
-    if ((error = begin_writes(w, &before))) return error;
-    return table->wait(table->host);
+    if (!error) error = begin_writes(w, &before);
+    return error ? error : table->wait(table->host);
 }
 
 int hstep_walk(const struct hstep_request *s, int sums_only)
@@ -631,7 +634,8 @@ int hstep_walk(const struct hstep_request *s, int sums_only)
                      .made = *s->norms_made || (o->totals && !s->call.micro)};
     /* A call that has waited for another one may find that it has failed. */
     int error = hstep_check_storage(o);
-    if (!error && !(error = put_back(o)) && (error = walk(&w))) error = fail(o, error, 1);
+    if (!error) error = put_back(o);
+    if (!error && (error = walk(&w))) error = fail(o, error, 1);
     hstep_unlock(&st->lock);
     return error;
 }
@@ -705,7 +709,9 @@ int halfstep_write_initial(halfstep_optimizer *o, void *const *weights)
         struct piece *p = &st->pieces[i];
         if (!p->resident) p->place = st->buffer[i % 2];
         if ((error = initialize(o, p, weights))) return error;
-        if ((error = st->table.wait(st->table.host)) || (error = begin_write(st, p))) return fail(o, error, 1);
+        error = st->table.wait(st->table.host);
+        if (!error) error = begin_write(st, p);
+        if (error) return fail(o, error, 1);
         p->loaded = p->resident;
     }
     if ((error = st->table.wait(st->table.host))) return fail(o, error, 1);
