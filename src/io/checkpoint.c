@@ -211,7 +211,7 @@ static int parse_file(hstep_json *json, manifest *m)
     } while (hstep_json_take(json, ','));
     if (!hstep_json_expect(json, '}') || !name || !is_file_name(name) || !sized || !crc || !parse_crc(crc, &record.crc))
         return 0;
-    if (!hstep_grow((void **)&m->files, m->file_count, &m->file_capacity, sizeof record)) return -1;
+    if (!io_grow((void **)&m->files, m->file_count, &m->file_capacity, sizeof record)) return -1;
     record.name = name;
     m->files[m->file_count++] = record;
     return 1;
@@ -235,8 +235,7 @@ static int parse_values(hstep_json *json, manifest *m)
     if (hstep_json_take(json, '}')) return 1;
     do {
         if (!hstep_json_key(json, &key) || !hstep_json_string(json, &value)) return 0;
-        if (!hstep_grow((void **)&m->values.list, m->values.count, &m->values.capacity, sizeof *m->values.list))
-            return -1;
+        if (!io_grow((void **)&m->values.list, m->values.count, &m->values.capacity, sizeof *m->values.list)) return -1;
         m->values.list[m->values.count++] = (hstep_pair){(char *)key, (char *)value};
     } while (hstep_json_take(json, ','));
     return hstep_json_expect(json, '}');
@@ -284,21 +283,21 @@ static int read_manifest(const char *directory, manifest *m, hstep_error *error)
     char *path = hstep_join_path(directory, HSTEP_MANIFEST);
     size_t bytes = 0;
     memset(m, 0, sizeof *m);
-    if (!path) return hstep_fail_memory(error);
+    if (!path) return io_fail_memory(error);
     int code = hstep_read_whole(path, HSTEP_MANIFEST_LIMIT, &m->text, &bytes, error);
     if (!code && !is_sealed(m->text, bytes)) {
-        code = hstep_fail(error, HALFSTEP_ERROR_FORMAT, "%s is corrupt: its own checksum does not match", path);
+        code = io_fail(error, HALFSTEP_ERROR_FORMAT, "%s is corrupt: its own checksum does not match", path);
     } else if (!code) {
         hstep_json json = {m->text, bytes, 0, NULL};
         uint64_t version;
         int result = parse_manifest(&json, m, &version);
-        if (result < 0) code = hstep_fail_memory(error);
+        if (result < 0) code = io_fail_memory(error);
         else if (!result)
-            code = hstep_fail(error, HALFSTEP_ERROR_FORMAT, "%s is corrupt: byte %zu: %s", path, json.at,
-                              json.problem ? json.problem : "unexpected content of a manifest");
+            code = io_fail(error, HALFSTEP_ERROR_FORMAT, "%s is corrupt: byte %zu: %s", path, json.at,
+                           json.problem ? json.problem : "unexpected content of a manifest");
         else if (version != HSTEP_MANIFEST_VERSION)
-            code = hstep_fail(error, HALFSTEP_ERROR_UNSUPPORTED, "%s has version %llu; this program reads version %d",
-                              path, ull(version), HSTEP_MANIFEST_VERSION);
+            code = io_fail(error, HALFSTEP_ERROR_UNSUPPORTED, "%s has version %llu; this program reads version %d",
+                           path, ull(version), HSTEP_MANIFEST_VERSION);
     }
     free(path);
     if (code) free_manifest(m);
@@ -319,12 +318,12 @@ static int is_made_by_save(const char *directory, const char *name, int has_mani
                     ? has_manifest
                     : m->file_count && bsearch(&wanted, m->files, m->file_count, sizeof *m->files, compare_files);
     char *path = known ? hstep_join_path(directory, name) : NULL;
-    if (known && !path) return hstep_fail_memory(error);
+    if (known && !path) return io_fail_memory(error);
     known = known && hstep_kind_of(path) == HSTEP_KIND_FILE;
     free(path);
     return known ? HALFSTEP_OK
-                 : hstep_fail(error, HALFSTEP_ERROR_NAME, "%s stays: it holds \"%s\", which is not part of it",
-                              directory, name);
+                 : io_fail(error, HALFSTEP_ERROR_NAME, "%s stays: it holds \"%s\", which is not part of it", directory,
+                           name);
 }
 
 /* Lists a directory that may be removed because all of its entries come from a save. The caller frees the names. Fails
@@ -337,9 +336,9 @@ static int list_own_files(const char *directory, char ***names, size_t *count, h
     int code = hstep_list_directory(directory, names, count, error);
     if (code) return code;
     if (hstep_is_protected(directory))
-        code = hstep_fail(error, HALFSTEP_ERROR_IO, "%s stays: it is write-protected", directory);
+        code = io_fail(error, HALFSTEP_ERROR_IO, "%s stays: it is write-protected", directory);
     int result = read_manifest(directory, &m, &ignored), has_manifest = !result && !m.current;
-    if (result == HALFSTEP_ERROR_MEMORY) code = hstep_fail_memory(error);
+    if (result == HALFSTEP_ERROR_MEMORY) code = io_fail_memory(error);
     if (has_manifest && m.file_count) qsort(m.files, m.file_count, sizeof *m.files, compare_files);
     for (size_t i = 0; i < *count && !code; i++)
         code = is_made_by_save(directory, (*names)[i], has_manifest, &m, error);
@@ -363,7 +362,7 @@ static int remove_own_directory(const char *directory, hstep_error *error)
         for (size_t i = 0; i < count && !code; i++) {
             if ((strcmp(names[i], HSTEP_MANIFEST) == 0) != last) continue;
             char *path = hstep_join_path(directory, names[i]);
-            code = path ? hstep_remove_file(path, error) : hstep_fail_memory(error);
+            code = path ? hstep_remove_file(path, error) : io_fail_memory(error);
             free(path);
         }
     hstep_free_names(names, count);
@@ -415,7 +414,7 @@ static int list_generations(const char *dir, generation **list, size_t *count, n
     if (code) return code;
     generation *found = malloc((name_count + 1) * sizeof *found);
     size_t n = 0;
-    if (!found) code = hstep_fail_memory(error);
+    if (!found) code = io_fail_memory(error);
     for (size_t i = 0; i < name_count && !code; i++) {
         manifest m;
         char detail[512];
@@ -423,7 +422,7 @@ static int list_generations(const char *dir, generation **list, size_t *count, n
         if (!is_generation_name(names[i])) continue;
         char *path = hstep_join_path(dir, names[i]);
         int result = path ? read_manifest(path, &m, &trouble) : HALFSTEP_ERROR_MEMORY;
-        if (result == HALFSTEP_ERROR_MEMORY) code = hstep_fail_memory(error);
+        if (result == HALFSTEP_ERROR_MEMORY) code = io_fail_memory(error);
         if (result == HALFSTEP_ERROR_IO && !trouble.not_found && unread) add_note(unread, detail);
         int is_link = path && hstep_kind_of(path) == HSTEP_KIND_LINK;
         free(path);
@@ -532,12 +531,12 @@ static int remove_leftovers(halfstep_checkpoint_save *save, hstep_error *error)
         if (!is_temporary_name(names[i])) continue;
         char *path = hstep_join_path(save->dir, names[i]);
         hstep_kind kind = path ? hstep_kind_of(path) : HSTEP_KIND_UNKNOWN;
-        int result = !path                          ? hstep_fail_memory(&trouble)
+        int result = !path                          ? io_fail_memory(&trouble)
                      : kind == HSTEP_KIND_DIRECTORY ? remove_own_directory(path, &trouble)
                      : kind == HSTEP_KIND_FILE || kind == HSTEP_KIND_LINK
                          ? hstep_remove_file(path, &trouble)
-                         : hstep_fail(&trouble, HALFSTEP_ERROR_IO, "%s stays: it is not a file", path);
-        if (result == HALFSTEP_ERROR_MEMORY) code = hstep_fail_memory(error);
+                         : io_fail(&trouble, HALFSTEP_ERROR_IO, "%s stays: it is not a file", path);
+        if (result == HALFSTEP_ERROR_MEMORY) code = io_fail_memory(error);
         else if (result) add_note(&save->notes, detail);
         free(path);
     }
@@ -549,7 +548,7 @@ static int remove_leftovers(halfstep_checkpoint_save *save, hstep_error *error)
 static int sync_parent(const char *path, hstep_error *error)
 {
     char *parent = hstep_parent_path(path);
-    int code = parent ? hstep_sync_directory(parent, error) : hstep_fail_memory(error);
+    int code = parent ? hstep_sync_directory(parent, error) : io_fail_memory(error);
     free(parent);
     return code;
 }
@@ -561,11 +560,11 @@ static int check_not_generation(const char *dir, hstep_error *error)
     manifest m;
     hstep_error ignored = {0};
     int code = read_manifest(dir, &m, &ignored);
-    if (code == HALFSTEP_ERROR_MEMORY) return hstep_fail_memory(error);
+    if (code == HALFSTEP_ERROR_MEMORY) return io_fail_memory(error);
     if (code) return HALFSTEP_OK;
     if (!m.current)
-        code = hstep_fail(error, HALFSTEP_ERROR_ARGUMENT, "%s is itself a checkpoint; save into the directory above it",
-                          dir);
+        code =
+            io_fail(error, HALFSTEP_ERROR_ARGUMENT, "%s is itself a checkpoint; save into the directory above it", dir);
     free_manifest(&m);
     return code;
 }
@@ -577,31 +576,31 @@ int halfstep_begin_checkpoint(halfstep_checkpoint_save **save, const char *dir, 
     int busy = 0;
     if (save) *save = NULL;
     if (!save || !dir || !*dir)
-        return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_begin_checkpoint: NULL or empty argument");
+        return io_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_begin_checkpoint: NULL or empty argument");
     halfstep_save_options ours = {0};
     if (options && !hstep_take_struct(&ours, sizeof ours, options))
-        return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_begin_checkpoint: wrong struct_size");
+        return io_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_begin_checkpoint: wrong struct_size");
     if (ours.step > INT64_MAX)
-        return hstep_fail(&error, HALFSTEP_ERROR_RANGE, "step %llu is too large; at most 2^63 - 1", ull(ours.step));
+        return io_fail(&error, HALFSTEP_ERROR_RANGE, "step %llu is too large; at most 2^63 - 1", ull(ours.step));
     if (ours.newest && !ours.prune_if)
-        return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT,
-                          "halfstep_begin_checkpoint: newest counts only with prune_if; set prune_if = 1 too");
+        return io_fail(&error, HALFSTEP_ERROR_ARGUMENT,
+                       "halfstep_begin_checkpoint: newest counts only with prune_if; set prune_if = 1 too");
     halfstep_checkpoint_save *made = calloc(1, sizeof *made);
-    if (!made) return hstep_fail_memory(&error);
+    if (!made) return io_fail_memory(&error);
     made->options = ours;
     if (!made->options.keep) made->options.keep = 1;
     made->manifest.step = made->options.step;
 
-    int code = (made->dir = hstep_copy(dir)) ? HALFSTEP_OK : hstep_fail_memory(&error);
+    int code = (made->dir = hstep_copy(dir)) ? HALFSTEP_OK : io_fail_memory(&error);
     if (!code) code = hstep_make_directory(dir, &made->created_dir, &error);
     if (!code && made->created_dir && !made->options.no_sync) code = sync_parent(dir, &error);
     if (!code) {
         code = hstep_lock_directory(&made->lock, dir, HSTEP_LOCK_EXCLUSIVE, &busy, &error);
         if (busy)
-            hstep_fail(&error, code,
-                       "%s: another save there is under way, of another process or of this one; commit or abandon it "
-                       "first",
-                       dir);
+            io_fail(&error, code,
+                    "%s: another save there is under way, of another process or of this one; commit or abandon it "
+                    "first",
+                    dir);
     }
     if (!code) {
         hstep_identify(dir, made->dir_id);
@@ -613,7 +612,7 @@ int halfstep_begin_checkpoint(halfstep_checkpoint_save **save, const char *dir, 
     if (!code) {
         int created;
         char *temporary = hstep_temporary_path(dir, HSTEP_TEMPORARY);
-        code = temporary ? hstep_make_directory(temporary, &created, &error) : hstep_fail_memory(&error);
+        code = temporary ? hstep_make_directory(temporary, &created, &error) : io_fail_memory(&error);
         if (code) free(temporary);
         else made->temporary = temporary;
     }
@@ -672,7 +671,7 @@ static int write_part(halfstep_checkpoint_save *save, const char *name, const ha
                       hstep_error *error)
 {
     char *path = part_path(save, name), *shown = hstep_join_path(save->dir, name);
-    int code = path && shown ? hstep_create_file(&sink->file, path, shown, 0666, error) : hstep_fail_memory(error);
+    int code = path && shown ? hstep_create_file(&sink->file, path, shown, 0666, error) : io_fail_memory(error);
     if (!code) {
         code = writer ? hstep_stream_safetensors(writer, shown, write_checked, sink, fill, context, error)
                       : write_checked(sink, data, bytes, error);
@@ -690,23 +689,23 @@ static int add_file(halfstep_checkpoint_save *save, const char *name, const half
 {
     manifest *m = &save->manifest;
     checked_sink sink = {0};
-    if (save->status) return hstep_fail(error, save->status, "%s", save->status_text);
+    if (save->status) return io_fail(error, save->status, "%s", save->status_text);
     if (!is_file_name(name))
-        return hstep_fail(error, HALFSTEP_ERROR_NAME,
-                          "a file of a checkpoint cannot be named \"%s\"; allowed: 1 to 128 letters, digits, . _ and "
-                          "-, not " HSTEP_MANIFEST ", no . or " HSTEP_GENERATION " first",
-                          name);
+        return io_fail(error, HALFSTEP_ERROR_NAME,
+                       "a file of a checkpoint cannot be named \"%s\"; allowed: 1 to 128 letters, digits, . _ and "
+                       "-, not " HSTEP_MANIFEST ", no . or " HSTEP_GENERATION " first",
+                       name);
     for (size_t i = 0; i < m->file_count; i++)
         if (!strcmp(m->files[i].name, name))
-            return hstep_fail(error, HALFSTEP_ERROR_DUPLICATE,
-                              "%s: two files are named \"%s\"; give one another name (those of an optimizer by "
-                              "optimizer_file and model_file of its options)",
-                              save->dir, name);
+            return io_fail(error, HALFSTEP_ERROR_DUPLICATE,
+                           "%s: two files are named \"%s\"; give one another name (those of an optimizer by "
+                           "optimizer_file and model_file of its options)",
+                           save->dir, name);
 
     char *copy = hstep_copy(name);
-    int code = copy && hstep_grow((void **)&m->files, m->file_count, &m->file_capacity, sizeof *m->files)
+    int code = copy && io_grow((void **)&m->files, m->file_count, &m->file_capacity, sizeof *m->files)
                    ? write_part(save, name, writer, fill, context, data, bytes, &sink, error)
-                   : hstep_fail_memory(error);
+                   : io_fail_memory(error);
     if (code) free(copy);
     else m->files[m->file_count++] = (file_record){copy, NULL, sink.bytes, sink.crc};
     return code;
@@ -717,7 +716,7 @@ int halfstep_save_file(halfstep_checkpoint_save *save, const char *name, const v
 {
     hstep_error error = hstep_make_error(text, text_size);
     if (!save || !name || (!data && bytes))
-        return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_save_file: NULL argument");
+        return io_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_save_file: NULL argument");
     return hstep_note_failure(save, add_file(save, name, NULL, NULL, NULL, data, bytes, &error), &error);
 }
 
@@ -727,23 +726,22 @@ int halfstep_save_safetensors(halfstep_checkpoint_save *save, const char *name,
 {
     hstep_error error = hstep_make_error(text, text_size);
     if (!save || !name || !writer)
-        return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_save_safetensors: NULL argument");
+        return io_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_save_safetensors: NULL argument");
     return hstep_note_failure(save, add_file(save, name, writer, fill, context, NULL, 0, &error), &error);
 }
 
 static int add_value(halfstep_checkpoint_save *save, const char *key, const char *value, hstep_error *error)
 {
     if (!hstep_is_utf8(key) || !hstep_is_utf8(value))
-        return hstep_fail(error, HALFSTEP_ERROR_NAME, "checkpoint value \"%s\" is not UTF-8", key);
-    return hstep_set_pair(&save->manifest.values, key, value) ? HALFSTEP_OK : hstep_fail_memory(error);
+        return io_fail(error, HALFSTEP_ERROR_NAME, "checkpoint value \"%s\" is not UTF-8", key);
+    return hstep_set_pair(&save->manifest.values, key, value) ? HALFSTEP_OK : io_fail_memory(error);
 }
 
 int halfstep_save_value(halfstep_checkpoint_save *save, const char *key, const char *value, char *text,
                         size_t text_size)
 {
     hstep_error error = hstep_make_error(text, text_size);
-    if (!save || !key || !value)
-        return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_save_value: NULL argument");
+    if (!save || !key || !value) return io_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_save_value: NULL argument");
     return hstep_note_failure(save, add_value(save, key, value, &error), &error);
 }
 
@@ -752,7 +750,7 @@ static int name_file(halfstep_checkpoint_save *save, const char *name, hstep_err
 {
     char *from = part_path(save, name), *to = hstep_join_path(save->temporary, name),
          *shown = hstep_join_path(save->dir, name);
-    int code = from && to && shown ? hstep_rename(from, to, shown, error) : hstep_fail_memory(error);
+    int code = from && to && shown ? hstep_rename(from, to, shown, error) : io_fail_memory(error);
     free(from);
     free(to);
     free(shown);
@@ -766,12 +764,12 @@ static int seal_generation(halfstep_checkpoint_save *save, hstep_error *error)
     hstep_buffer text = {0};
     checked_sink sink = {0};
     write_generation_manifest(&text, &save->manifest);
-    int code = text.failed ? hstep_fail_memory(error) : HALFSTEP_OK;
+    int code = text.failed ? io_fail_memory(error) : HALFSTEP_OK;
     if (!code && text.bytes > HSTEP_MANIFEST_LIMIT)
-        code = hstep_fail(error, HALFSTEP_ERROR_RANGE,
-                          "%s: names and values of a checkpoint take %zu bytes, more than the "
-                          "%llu allowed",
-                          save->dir, text.bytes, ull(HSTEP_MANIFEST_LIMIT));
+        code = io_fail(error, HALFSTEP_ERROR_RANGE,
+                       "%s: names and values of a checkpoint take %zu bytes, more than the "
+                       "%llu allowed",
+                       save->dir, text.bytes, ull(HSTEP_MANIFEST_LIMIT));
     if (!code) code = write_part(save, HSTEP_MANIFEST, NULL, NULL, NULL, text.data, text.bytes, &sink, error);
     if (!code) code = name_file(save, HSTEP_MANIFEST, error);
     for (size_t i = 0; i < save->manifest.file_count && !code; i++)
@@ -790,7 +788,7 @@ static int name_generation(halfstep_checkpoint_save *save, char **name, char **p
         *name = attempt == 1 ? hstep_format(HSTEP_GENERATION "%llu", ull(save->options.step))
                              : hstep_format(HSTEP_GENERATION "%llu-%u", ull(save->options.step), attempt);
         *path = *name ? hstep_join_path(save->dir, *name) : NULL;
-        if (!*path) return hstep_fail_memory(error);
+        if (!*path) return io_fail_memory(error);
         /* A name that the system cannot inspect, such as one on a disk that is gone, counts as taken. If all of them
          * are, DIR itself is gone. */
         hstep_kind kind = hstep_kind_of(*path);
@@ -815,7 +813,7 @@ static int replace_pointer(halfstep_checkpoint_save *save, const char *name, int
     char *path = hstep_join_path(save->dir, HSTEP_MANIFEST);
     int code = path && !text.failed ? hstep_replace_file(path, HSTEP_TEMPORARY, text.data, text.bytes,
                                                          !save->options.no_sync, renamed, error)
-                                    : hstep_fail_memory(error);
+                                    : io_fail_memory(error);
     free(path);
     free(text.data);
     return code;
@@ -833,13 +831,13 @@ static int retire_generation(const char *dir, const char *name, char **temporary
     size_t count = 0;
     char *path = hstep_join_path(dir, name);
     *temporary = hstep_temporary_path(dir, HSTEP_TEMPORARY);
-    int code = path && *temporary ? HALFSTEP_OK : hstep_fail_memory(error);
+    int code = path && *temporary ? HALFSTEP_OK : io_fail_memory(error);
     if (!code) code = hstep_lock_directory(&lock, path, HSTEP_LOCK_EXCLUSIVE, &busy, error);
     if (!code) code = list_own_files(path, &files, &count, error);
     /* Links that still lead to this generation belong to files that its successors no longer have. */
     for (size_t i = 0; i < count && !code; i++) {
         char *link = hstep_join_path(dir, files[i]), *file = hstep_join_path(path, files[i]);
-        if (!link || !file) code = hstep_fail_memory(error);
+        if (!link || !file) code = io_fail_memory(error);
         else if (is_file_name(files[i]) && hstep_same_file(link, file)) code = hstep_remove_file(link, error);
         free(link);
         free(file);
@@ -876,7 +874,7 @@ static void tidy(halfstep_checkpoint_save *save, const char *name, uint64_t othe
             add_note(&save->notes, detail);
     int code = list_generations(save->dir, &list, &count, &save->notes, &trouble);
     char **retired = code ? NULL : calloc(count + 1, sizeof *retired);
-    if (!code && !retired) code = hstep_fail_memory(&trouble);
+    if (!code && !retired) code = io_fail_memory(&trouble);
     for (size_t i = 0; i < count && !code; i++) {
         if (list[i].is_link || own++ < save->options.keep) continue;
         if (!may_be_removed(save, &list[i], others)) left_count++, left = left ? left : list[i].name;
@@ -923,8 +921,8 @@ static int find_newest(const char *dir, uint64_t *sequence, uint64_t *current, i
     if (!*current) *current = *sequence;
     free_generations(list, count);
     if (*sequence >= INT64_MAX)
-        return hstep_fail(error, HALFSTEP_ERROR_RANGE,
-                          "%s: its sequence numbers are used up; save into another directory", dir);
+        return io_fail(error, HALFSTEP_ERROR_RANGE, "%s: its sequence numbers are used up; save into another directory",
+                       dir);
     return code;
 }
 
@@ -947,8 +945,8 @@ static int commit(halfstep_checkpoint_save *save, hstep_error *error)
     int renamed = 0, has_pointer;
     uint64_t newest, current;
     if (!save->manifest.file_count && !save->manifest.values.count)
-        return hstep_fail(error, HALFSTEP_ERROR_ORDER,
-                          "%s: the checkpoint has no file and no value; save an optimizer into it first", save->dir);
+        return io_fail(error, HALFSTEP_ERROR_ORDER,
+                       "%s: the checkpoint has no file and no value; save an optimizer into it first", save->dir);
     int code = find_newest(save->dir, &newest, &current, &has_pointer, error);
     acquaintance known = recall(save->dir_id);
     save->manifest.sequence = newest + 1;
@@ -963,8 +961,7 @@ static int commit(halfstep_checkpoint_save *save, hstep_error *error)
     if (renamed) look_up(&known, 1);
     if (!code) {
         tidy(save, name, known.others);
-        if (save->notes.text[0])
-            hstep_fail(error, HALFSTEP_OK, "note: the checkpoint is saved, but %s", save->notes.text);
+        if (save->notes.text[0]) io_fail(error, HALFSTEP_OK, "note: the checkpoint is saved, but %s", save->notes.text);
         save->created_dir = 0;
     } else if (!renamed && !save->temporary) {
         /* The generation has its name but no pointer. A temporary name lets end_save() remove it. */
@@ -974,7 +971,7 @@ static int commit(halfstep_checkpoint_save *save, hstep_error *error)
         retire_generation(save->dir, name, &save->temporary, &ignored);
         /* Without a pointer the first generation of all opens. */
         if (!save->temporary && !has_pointer && !newest)
-            hstep_fail(error, code, "%s; %s is in place all the same, and could not be removed", first, path);
+            io_fail(error, code, "%s; %s is in place all the same, and could not be removed", first, path);
     }
     if (renamed) save->created_dir = 0;
     free(name);
@@ -985,8 +982,8 @@ static int commit(halfstep_checkpoint_save *save, hstep_error *error)
 int halfstep_commit_checkpoint(halfstep_checkpoint_save *save, char *text, size_t text_size)
 {
     hstep_error error = hstep_make_error(text, text_size);
-    if (!save) return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_commit_checkpoint: NULL argument");
-    int code = save->status ? hstep_fail(&error, save->status, "%s", save->status_text) : commit(save, &error);
+    if (!save) return io_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_commit_checkpoint: NULL argument");
+    int code = save->status ? io_fail(&error, save->status, "%s", save->status_text) : commit(save, &error);
     end_save(save);
     return code;
 }
@@ -1032,8 +1029,8 @@ static int verify_file(const file_record *record, int check_contents, void *piec
     int code = hstep_open_file(&file, record->path, &bytes, error);
     if (code) return code;
     if (bytes != record->bytes)
-        code = hstep_fail(error, HALFSTEP_ERROR_FORMAT, "%s is corrupt: it has %llu bytes, its manifest says %llu",
-                          record->path, ull(bytes), ull(record->bytes));
+        code = io_fail(error, HALFSTEP_ERROR_FORMAT, "%s is corrupt: it has %llu bytes, its manifest says %llu",
+                       record->path, ull(bytes), ull(record->bytes));
     for (uint64_t offset = 0; offset < bytes && check_contents && !code;) {
         size_t part = bytes - offset < piece_bytes ? (size_t)(bytes - offset) : piece_bytes;
         code = hstep_read_at(file, offset, piece, part, error);
@@ -1041,9 +1038,9 @@ static int verify_file(const file_record *record, int check_contents, void *piec
         offset += part;
     }
     if (!code && check_contents && crc != record->crc)
-        code = hstep_fail(error, HALFSTEP_ERROR_FORMAT,
-                          "%s is corrupt: its checksum is %016llx, its manifest says %016llx", record->path, ull(crc),
-                          ull(record->crc));
+        code =
+            io_fail(error, HALFSTEP_ERROR_FORMAT, "%s is corrupt: its checksum is %016llx, its manifest says %016llx",
+                    record->path, ull(crc), ull(record->crc));
     hstep_close(file);
     return code;
 }
@@ -1057,9 +1054,9 @@ static int open_generation(halfstep_checkpoint **checkpoint, const char *directo
     int busy = 0;
     void *piece = malloc(PIECE);
     halfstep_checkpoint *made = calloc(1, sizeof *made);
-    int code = piece && made ? HALFSTEP_OK : hstep_fail_memory(error);
+    int code = piece && made ? HALFSTEP_OK : io_fail_memory(error);
     char *parent = code ? NULL : hstep_parent_path(directory);
-    if (!code && (!parent || !(made->directory = hstep_copy(directory)))) code = hstep_fail_memory(error);
+    if (!code && (!parent || !(made->directory = hstep_copy(directory)))) code = io_fail_memory(error);
     if (!code) hstep_identify(parent, made->dir_id);
     free(parent);
     if (!code) {
@@ -1069,14 +1066,14 @@ static int open_generation(halfstep_checkpoint **checkpoint, const char *directo
     if (!code) code = read_manifest(directory, &made->manifest, error);
     manifest *m = made ? &made->manifest : NULL;
     if (!code && (m->current || (expected && m->sequence != expected)))
-        code = hstep_fail(error, HALFSTEP_ERROR_FORMAT,
-                          "%s is not the checkpoint that its parent's " HSTEP_MANIFEST
-                          " names; copy its parent again, with all that is in it",
-                          directory);
+        code = io_fail(error, HALFSTEP_ERROR_FORMAT,
+                       "%s is not the checkpoint that its parent's " HSTEP_MANIFEST
+                       " names; copy its parent again, with all that is in it",
+                       directory);
     for (size_t i = 0; !code && i < m->file_count; i++) {
         m->files[i].path = hstep_join_path(directory, m->files[i].name);
-        code = m->files[i].path ? verify_file(&m->files[i], check_contents, piece, PIECE, error)
-                                : hstep_fail_memory(error);
+        code =
+            m->files[i].path ? verify_file(&m->files[i], check_contents, piece, PIECE, error) : io_fail_memory(error);
         /* A missing file of the list is damage; the checkpoint itself is there. */
         error->incomplete = error->not_found;
         error->not_found = 0;
@@ -1115,12 +1112,12 @@ static int open_older(halfstep_checkpoint **checkpoint, const char *dir, const c
     if (!is_damage(code, error)) fallback = 0;
     int listed = list_generations(dir, &list, &count, &unread, &trouble), stopped = 0;
     if (listed) count = 0;
-    if (listed && code == HALFSTEP_ERROR_NAME && !trouble.not_found) code = hstep_fail(error, listed, "%s", detail);
+    if (listed && code == HALFSTEP_ERROR_NAME && !trouble.not_found) code = io_fail(error, listed, "%s", detail);
     const int lone_first = count == 1 && code == HALFSTEP_ERROR_NAME && list[0].sequence == 1;
     if (lone_first) fallback = 1;
     if (count && code == HALFSTEP_ERROR_NAME) code = HALFSTEP_ERROR_FORMAT;
     if (fallback && (listed || unread.text[0])) {
-        hstep_fail(error, code, "%s; %s", first ? first : "", listed ? detail : unread.text);
+        io_fail(error, code, "%s; %s", first ? first : "", listed ? detail : unread.text);
         stopped = 1;
     }
     for (size_t i = 0; i < count && !opened && !stopped; i++) {
@@ -1128,22 +1125,22 @@ static int open_older(halfstep_checkpoint **checkpoint, const char *dir, const c
         char *path = hstep_join_path(dir, list[i].name);
         trouble.not_found = trouble.incomplete = 0;
         int result = path ? open_generation(checkpoint, path, 0, check_contents && fallback, &trouble)
-                          : hstep_fail_memory(&trouble);
+                          : io_fail_memory(&trouble);
         opened = !result;
         if (opened && fallback) {
             (*checkpoint)->fell_back = !lone_first;
-            hstep_fail(error, code, "note: %s; opened %s instead", first ? first : "", path);
+            io_fail(error, code, "note: %s; opened %s instead", first ? first : "", path);
         } else if (opened) {
             halfstep_close_checkpoint(*checkpoint);
             *checkpoint = NULL;
-            hstep_fail(error, code, "%s; there is another checkpoint: %s", first ? first : "", path);
+            io_fail(error, code, "%s; there is another checkpoint: %s", first ? first : "", path);
         } else if (fallback && !is_damage(result, &trouble)) {
-            code = hstep_fail(error, result, "%s; %s", first ? first : "", detail);
+            code = io_fail(error, result, "%s; %s", first ? first : "", detail);
             stopped = 1;
         }
         free(path);
     }
-    if (lone_first && !opened) hstep_fail(error, code, "%s; %s", first ? first : "", detail);
+    if (lone_first && !opened) io_fail(error, code, "%s; %s", first ? first : "", detail);
     free_generations(list, count);
     free(first);
     return opened && fallback ? HALFSTEP_OK : code;
@@ -1160,9 +1157,9 @@ int halfstep_open_checkpoint(halfstep_checkpoint **checkpoint, const char *path,
 
     if (checkpoint) *checkpoint = NULL;
     if (!checkpoint || !path)
-        return hstep_fail(&result, HALFSTEP_ERROR_ARGUMENT, "halfstep_open_checkpoint: NULL argument");
+        return io_fail(&result, HALFSTEP_ERROR_ARGUMENT, "halfstep_open_checkpoint: NULL argument");
     if (options && !hstep_take_struct(&ours, sizeof ours, options))
-        return hstep_fail(&result, HALFSTEP_ERROR_ARGUMENT, "halfstep_open_checkpoint: wrong struct_size");
+        return io_fail(&result, HALFSTEP_ERROR_ARGUMENT, "halfstep_open_checkpoint: wrong struct_size");
 
     int code, fallback = ours.fallback != 0, check_contents = !ours.skip_contents, is_current = 0;
     uint64_t tried = 0;
@@ -1170,7 +1167,7 @@ int halfstep_open_checkpoint(halfstep_checkpoint **checkpoint, const char *path,
         error.not_found = error.incomplete = 0;
         code = read_manifest(path, &pointer, &error);
         if (code && error.not_found) {
-            hstep_fail(&error, code, "no checkpoint in %s: there is no " HSTEP_MANIFEST, path);
+            io_fail(&error, code, "no checkpoint in %s: there is no " HSTEP_MANIFEST, path);
             code = open_older(checkpoint, path, NULL, fallback, check_contents, HALFSTEP_ERROR_NAME, &error);
             break;
         }
@@ -1185,7 +1182,7 @@ int halfstep_open_checkpoint(halfstep_checkpoint **checkpoint, const char *path,
         }
         char *directory = hstep_join_path(path, pointer.current);
         code = directory ? open_generation(checkpoint, directory, pointer.sequence, check_contents, &error)
-                         : hstep_fail_memory(&error);
+                         : io_fail_memory(&error);
         free(directory);
         /* Between the two reads a save may have finished and removed the generation that the pointer named. Read the
          * pointer again, as long as it keeps changing. */
@@ -1203,7 +1200,7 @@ int halfstep_open_checkpoint(halfstep_checkpoint **checkpoint, const char *path,
         if (is_current) now.newest = 0, look_up(&now, 1);
         hstep_know_checkpoint(*checkpoint, 1);
     }
-    if (detail[0] && (code || !strncmp(detail, "note: ", 6))) hstep_fail(&result, code, "%s", detail);
+    if (detail[0] && (code || !strncmp(detail, "note: ", 6))) io_fail(&result, code, "%s", detail);
     return code;
 }
 

@@ -75,8 +75,8 @@ static void free_record(record *r)
 
 static int add_setting(record *r, const setting *added, hstep_error *error)
 {
-    if (!hstep_grow((void **)&r->settings, r->setting_count, &r->setting_capacity, sizeof *added))
-        return hstep_fail_memory(error);
+    if (!io_grow((void **)&r->settings, r->setting_count, &r->setting_capacity, sizeof *added))
+        return io_fail_memory(error);
     r->settings[r->setting_count++] = *added;
     return HALFSTEP_OK;
 }
@@ -109,7 +109,7 @@ static int describe_hypers(record *r, int32_t group, int32_t row, hstep_error *e
         code = halfstep_get_hyper(r->optimizer, group, s.name, &s.number[HERE]);
         if (!code && (code = add_setting(r, &s, error))) return code;
     }
-    return code ? hstep_fail(error, code, "%s", halfstep_strerror(code)) : HALFSTEP_OK;
+    return code ? io_fail(error, code, "%s", halfstep_strerror(code)) : HALFSTEP_OK;
 }
 
 /* Reads a record of the optimizer, and prepares the one that the file will fill. */
@@ -134,7 +134,7 @@ static int describe_groups(record *r, hstep_error *error)
         group->row = halfstep_rule_find(rule);
         if (!code) code = halfstep_get_rule_info(group->row, &group->rule);
         if (!code) code = describe_numbers(r, group->numbers, HALFSTEP_RECORD_GROUP, g);
-        if (code) return hstep_fail(error, code, "group %d: %s", g, halfstep_strerror(code));
+        if (code) return io_fail(error, code, "group %d: %s", g, halfstep_strerror(code));
         code = describe_hypers(r, g, group->row, error);
         if (!code) code = describe_choices(r, g, error);
     }
@@ -169,13 +169,13 @@ static int describe_tensor(record *r, int32_t index, hstep_error *error)
         code = halfstep_get_slot_info(r->optimizer, index, HALFSTEP_SLOT_STATE + i, &slot);
         if (!code && slot.grid) describe_scalar(t, slot.name, 1, i);
     }
-    if (code) return hstep_fail(error, code, "tensor %d: %s", index, halfstep_strerror(code));
+    if (code) return io_fail(error, code, "tensor %d: %s", index, halfstep_strerror(code));
     int whole = t->info.n_rows == t->info.rows && t->info.n_columns == t->info.row_length;
     if (!whole && t->info.rows && t->info.row_length && !r->takes_parts)
-        return hstep_fail(error, HALFSTEP_ERROR_UNSUPPORTED,
-                          "only a part of tensor \"%s\" is here, %lld x %lld of %lld x %lld; files hold whole tensors",
-                          t->info.name, (long long)t->info.n_rows, (long long)t->info.n_columns,
-                          (long long)t->info.rows, (long long)t->info.row_length);
+        return io_fail(error, HALFSTEP_ERROR_UNSUPPORTED,
+                       "only a part of tensor \"%s\" is here, %lld x %lld of %lld x %lld; files hold whole tensors",
+                       t->info.name, (long long)t->info.n_rows, (long long)t->info.n_columns, (long long)t->info.rows,
+                       (long long)t->info.row_length);
     r->by_name[index] = (named_tensor){t->info.name, index};
     return HALFSTEP_OK;
 }
@@ -196,9 +196,9 @@ static int describe(record *r, const halfstep_optimizer *optimizer, int takes_pa
     r->groups = calloc((size_t)r->group_count + 1, sizeof *r->groups);
     r->tensors = calloc((size_t)r->tensor_count + 1, sizeof *r->tensors);
     r->by_name = calloc((size_t)r->tensor_count + 1, sizeof *r->by_name);
-    int code = r->groups && r->tensors && r->by_name ? HALFSTEP_OK : hstep_fail_memory(error);
+    int code = r->groups && r->tensors && r->by_name ? HALFSTEP_OK : io_fail_memory(error);
     if (!code && (code = describe_numbers(r, r->numbers, HALFSTEP_RECORD_OPTIMIZER, 0)))
-        return hstep_fail(error, code, "%s", halfstep_strerror(code));
+        return io_fail(error, code, "%s", halfstep_strerror(code));
     if (!code) code = describe_groups(r, error);
     for (int32_t i = 0; i < r->tensor_count && !code; i++) code = describe_tensor(r, i, error);
     if (code) return code;
@@ -216,16 +216,16 @@ static int take_options(halfstep_file_options *ours, const halfstep_file_options
     memset(ours, 0, sizeof *ours);
     if (!*options) return HALFSTEP_OK;
     if (!hstep_take_struct(ours, sizeof *ours, *options))
-        return hstep_fail(error, HALFSTEP_ERROR_ARGUMENT, "%s: wrong struct_size", function);
+        return io_fail(error, HALFSTEP_ERROR_ARGUMENT, "%s: wrong struct_size", function);
     *options = ours;
     if (ours->settings > HALFSTEP_SETTINGS_COMPARE || ours->reserved)
-        return hstep_fail(error, HALFSTEP_ERROR_ARGUMENT,
-                          "%s: invalid options; settings must be 0 or 1, and reserved 0", function);
+        return io_fail(error, HALFSTEP_ERROR_ARGUMENT, "%s: invalid options; settings must be 0 or 1, and reserved 0",
+                       function);
     if (!has_checkpoint && (ours->optimizer_file || ours->model_file))
-        return hstep_fail(error, HALFSTEP_ERROR_ARGUMENT,
-                          "%s: optimizer_file and model_file name files of a checkpoint; leave them NULL, because path "
-                          "names this file",
-                          function);
+        return io_fail(error, HALFSTEP_ERROR_ARGUMENT,
+                       "%s: optimizer_file and model_file name files of a checkpoint; leave them NULL, because path "
+                       "names this file",
+                       function);
     return HALFSTEP_OK;
 }
 
@@ -239,8 +239,8 @@ static int shape_of(const record *r, int32_t index, const halfstep_file_options 
     if (!*shape) return HALFSTEP_OK;
     if (hstep_gives(*shape, (uint64_t)t->ndim, (uint64_t)t->rows, (uint64_t)t->row_length, hstep_is_stack(t)))
         return HALFSTEP_OK;
-    return hstep_fail(error, HALFSTEP_ERROR_SHAPE, "tensor \"%s\": its shape does not give %lld rows of %lld elements",
-                      t->name, (long long)t->rows, (long long)t->row_length);
+    return io_fail(error, HALFSTEP_ERROR_SHAPE, "tensor \"%s\": its shape does not give %lld rows of %lld elements",
+                   t->name, (long long)t->rows, (long long)t->row_length);
 }
 
 /* Called for each stream of the tensors. A weight's stream may have no byte. */
@@ -301,7 +301,7 @@ typedef struct declaring {
 
 static int declare(const declaring *d, char *key, const char *value)
 {
-    int code = !key || !value ? hstep_fail_memory(d->error)
+    int code = !key || !value ? io_fail_memory(d->error)
                : d->put       ? d->put(d->context, key, value, d->error)
                         : halfstep_declare_safetensors_metadata(d->states, key, value, d->error->text, d->error->size);
     free(key);
@@ -347,7 +347,7 @@ static int declare_recipe(const declaring *d, const record *r)
         if (!seen) hstep_append_format(&rules, "%s%s", g ? ", " : "", r->groups[g].rule.name);
     }
     hstep_append(&rules, "", 1);
-    if (rules.failed) code = hstep_fail_memory(d->error);
+    if (rules.failed) code = io_fail_memory(d->error);
     if (!code && r->group_count) code = declare(d, hstep_copy("rule"), rules.data);
     if (!code && same) code = declare(d, hstep_copy("recipe"), r->groups[0].recipe);
     free(rules.data);
@@ -375,7 +375,7 @@ static int declare_tensor_numbers(const declaring *d, const record *r)
             hstep_append_format(&scalars, "%s%s %s", k ? " " : "", t->scalar[k].name, number);
         }
         hstep_append(&scalars, "", 1);
-        code = scalars.failed ? hstep_fail_memory(d->error)
+        code = scalars.failed ? io_fail_memory(d->error)
                               : declare(d, hstep_format("scalars.%s", t->info.name), scalars.data);
         free(scalars.data);
     }
@@ -422,7 +422,7 @@ static int declare_packed(const declaring *d, const record *r)
                             (long long)r->tensors[tensor->index].info.row_length);
     }
     hstep_append(&list, "}", 2);
-    if (list.failed) code = hstep_fail_memory(d->error);
+    if (list.failed) code = io_fail_memory(d->error);
     if (!code && packed)
         code = halfstep_declare_safetensors_metadata(d->model, HALFSTEP_PACKED_KEY, list.data, d->error->text,
                                                      d->error->size);
@@ -435,7 +435,7 @@ static int declare_stream(void *context, tensor_record *t, const hstep_stream *s
     declaring *d = context;
     const stored place = {(int32_t)(t - d->record->tensors), stream->slot, stream->extra};
     if (is_weight && d->model) return hstep_declare_stream(d->model, t->info.name, stream, d->error);
-    if (!hstep_grow((void **)&d->streams, d->count, &d->capacity, sizeof place)) return hstep_fail_memory(d->error);
+    if (!io_grow((void **)&d->streams, d->count, &d->capacity, sizeof place)) return io_fail_memory(d->error);
     d->streams[d->count++] = place;
     return hstep_declare_stream(d->states, t->info.name, stream, d->error);
 }
@@ -458,7 +458,7 @@ static int write_files(halfstep_checkpoint_save *save, const char *path, const h
     int code = describe(&r, optimizer, 0, error);
     if (!code && (halfstep_create_safetensors_writer(&d.states) ||
                   (save && weights && halfstep_create_safetensors_writer(&d.model))))
-        code = hstep_fail_memory(error);
+        code = io_fail_memory(error);
     if (!code) code = declare_numbers(&d, &r);
     if (!code && d.model) code = halfstep_declare_safetensors_metadata(d.model, "format", "pt", text, error->size);
     if (!code && d.model) code = declare_packed(&d, &r);
@@ -480,8 +480,7 @@ int halfstep_save_optimizer(halfstep_checkpoint_save *save, const halfstep_optim
 {
     hstep_error error = hstep_make_error(text, text_size);
     halfstep_file_options ours;
-    if (!save || !optimizer)
-        return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_save_optimizer: NULL argument");
+    if (!save || !optimizer) return io_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_save_optimizer: NULL argument");
     int code = take_options(&ours, &options, 1, "halfstep_save_optimizer", &error);
     return hstep_note_failure(save, code ? code : write_files(save, NULL, optimizer, weights, options, &error), &error);
 }
@@ -491,8 +490,7 @@ int halfstep_write_optimizer(const char *path, const halfstep_optimizer *optimiz
 {
     hstep_error error = hstep_make_error(text, text_size);
     halfstep_file_options ours;
-    if (!path || !optimizer)
-        return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_write_optimizer: NULL argument");
+    if (!path || !optimizer) return io_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_write_optimizer: NULL argument");
     int code = take_options(&ours, &options, 0, "halfstep_write_optimizer", &error);
     return code ? code : write_files(NULL, path, optimizer, weights, options, &error);
 }
@@ -533,13 +531,13 @@ static int make_key(loading *l)
         if (bytes > l->key_bytes) l->key_bytes = bytes;
     }
     l->key = malloc(l->key_bytes);
-    return l->key ? HALFSTEP_OK : hstep_fail_memory(l->error);
+    return l->key ? HALFSTEP_OK : io_fail_memory(l->error);
 }
 
 static int fail_value(const loading *l, const char *prefix, const char *name)
 {
-    return hstep_fail(l->error, HALFSTEP_ERROR_FORMAT, "%s: the metadata \"%s%s\" is missing or malformed",
-                      l->states.path, prefix, name);
+    return io_fail(l->error, HALFSTEP_ERROR_FORMAT, "%s: the metadata \"%s%s\" is missing or malformed", l->states.path,
+                   prefix, name);
 }
 
 /* Reads a whole number of at most INT64_MAX. */
@@ -576,8 +574,8 @@ static int read_counters(const loading *l, tensor_record *t)
         return HALFSTEP_OK;
     }
     if (!text)
-        return hstep_fail(l->error, HALFSTEP_ERROR_MISMATCH, "%s does not have tensor \"%s\"", l->states.path,
-                          t->info.name);
+        return io_fail(l->error, HALFSTEP_ERROR_MISMATCH, "%s does not have tensor \"%s\"", l->states.path,
+                       t->info.name);
     if (!take_counter(&text, "state_steps", &c->state_steps) || !take_counter(&text, "full_steps", &c->full_steps) ||
         !take_counter(&text, "writes", &c->writes) || !take_counter(&text, "id", &c->id) || *text || !c->id ||
         c->state_steps > INT64_MAX || c->full_steps > INT64_MAX || c->writes > INT64_MAX)
@@ -646,20 +644,20 @@ static int read_group_of(const loading *l, tensor_record *t)
     const char *recipe = find_value(l, "recipe.", t->info.name);
     if (!recipe && !t->has_no_steps) return fail_value(l, "recipe.", t->info.name);
     if (recipe && halfstep_recipe_full(recipe, there, sizeof there))
-        return hstep_fail(l->error, HALFSTEP_ERROR_MISMATCH,
-                          "%s: tensor \"%s\" has the recipe %s, which this library does "
-                          "not know",
-                          l->states.path, t->info.name, recipe);
+        return io_fail(l->error, HALFSTEP_ERROR_MISMATCH,
+                       "%s: tensor \"%s\" has the recipe %s, which this library does "
+                       "not know",
+                       l->states.path, t->info.name, recipe);
     if (recipe && strcmp(there, g->recipe))
-        return hstep_fail(l->error, HALFSTEP_ERROR_MISMATCH, "the recipe of tensor \"%s\" is %s here but %s in %s",
-                          t->info.name, g->recipe, there, l->states.path);
+        return io_fail(l->error, HALFSTEP_ERROR_MISMATCH, "the recipe of tensor \"%s\" is %s here but %s in %s",
+                       t->info.name, g->recipe, there, l->states.path);
     const char *text = find_value(l, "group_of.", t->info.name);
     if (!text || !hstep_is_uint64(text, &number) || number > INT32_MAX) return fail_value(l, "group_of.", t->info.name);
     if (g->source >= 0 && (uint64_t)g->source != number)
-        return hstep_fail(l->error, HALFSTEP_ERROR_MISMATCH,
-                          "%s: tensor \"%s\" is in group %llu of the file, others of its group "
-                          "here are in group %lld",
-                          l->states.path, t->info.name, ull(number), (long long)g->source);
+        return io_fail(l->error, HALFSTEP_ERROR_MISMATCH,
+                       "%s: tensor \"%s\" is in group %llu of the file, others of its group "
+                       "here are in group %lld",
+                       l->states.path, t->info.name, ull(number), (long long)g->source);
     g->source = (int64_t)number;
     return HALFSTEP_OK;
 }
@@ -690,15 +688,15 @@ static int fail_setting(const loading *l, const setting *s)
     if (s->group != HALFSTEP_ALL_GROUPS && l->record->group_count > 1)
         snprintf(group, sizeof group, ", group %d", s->group);
     if (s->choice[HERE])
-        return hstep_fail(l->error, HALFSTEP_ERROR_MISMATCH, "%s is %s here but %s in %s%s", s->name, s->choice[HERE],
-                          s->choice[IN_FILE], l->states.path, group);
+        return io_fail(l->error, HALFSTEP_ERROR_MISMATCH, "%s is %s here but %s in %s%s", s->name, s->choice[HERE],
+                       s->choice[IN_FILE], l->states.path, group);
     char here[32] = "", in_file[32] = "";
     for (int digits = 10; digits <= 17 && !strcmp(here, in_file); digits += 7) {
         snprintf(here, sizeof here, "%.*g", digits, s->number[HERE]);
         snprintf(in_file, sizeof in_file, "%.*g", digits, s->number[IN_FILE]);
     }
-    return hstep_fail(l->error, HALFSTEP_ERROR_MISMATCH, "%s is %s here but %s in %s%s", s->name, here, in_file,
-                      l->states.path, group);
+    return io_fail(l->error, HALFSTEP_ERROR_MISMATCH, "%s is %s here but %s in %s%s", s->name, here, in_file,
+                   l->states.path, group);
 }
 
 /* Returns the library's own copy of a choice's value, which outlives the file, or NULL for an unknown value. */
@@ -727,8 +725,8 @@ static int read_setting(const loading *l, setting *s)
     if (s->choice[HERE]) {
         if (value || compare) s->choice[IN_FILE] = known_choice(s->name, value ? value : usual_choice(l, s));
         if (!s->choice[IN_FILE])
-            code = hstep_fail(l->error, HALFSTEP_ERROR_MISMATCH, "%s: %s%s is %s, which this library does not have",
-                              l->states.path, prefix, s->name, value);
+            code = io_fail(l->error, HALFSTEP_ERROR_MISMATCH, "%s: %s%s is %s, which this library does not have",
+                           l->states.path, prefix, s->name, value);
         else if (compare && strcmp(s->choice[HERE], s->choice[IN_FILE])) code = fail_setting(l, s);
     } else {
         if (!value && compare) s->number[IN_FILE] = s->limits.initial;
@@ -739,9 +737,9 @@ static int read_setting(const loading *l, setting *s)
         if (!code && value &&
             !(number >= s->limits.minimum &&
               (number < s->limits.maximum || (number == s->limits.maximum && !s->limits.exclusive_maximum))))
-            code = hstep_fail(l->error, HALFSTEP_ERROR_RANGE, "%s: %s%s is %s, not in [%g, %g%c", l->states.path,
-                              prefix, s->name, value, s->limits.minimum, s->limits.maximum,
-                              s->limits.exclusive_maximum ? ')' : ']');
+            code =
+                io_fail(l->error, HALFSTEP_ERROR_RANGE, "%s: %s%s is %s, not in [%g, %g%c", l->states.path, prefix,
+                        s->name, value, s->limits.minimum, s->limits.maximum, s->limits.exclusive_maximum ? ')' : ']');
     }
     return code;
 }
@@ -755,8 +753,8 @@ static int read_seed(const loading *l)
     if (is_left(l, "seed")) return HALFSTEP_OK;
     if (!text || !hstep_is_uint64(text, &r->numbers[IN_FILE].seed)) return fail_value(l, "seed", "");
     if (compare && r->numbers[HERE].seed != r->numbers[IN_FILE].seed)
-        return hstep_fail(l->error, HALFSTEP_ERROR_MISMATCH, "seed is %llu here but %llu in %s",
-                          ull(r->numbers[HERE].seed), ull(r->numbers[IN_FILE].seed), l->states.path);
+        return io_fail(l->error, HALFSTEP_ERROR_MISMATCH, "seed is %llu here but %llu in %s",
+                       ull(r->numbers[HERE].seed), ull(r->numbers[IN_FILE].seed), l->states.path);
     return HALFSTEP_OK;
 }
 
@@ -799,9 +797,9 @@ static int check_unknown_tensors(const loading *l)
         for (size_t k = 0; k < sizeof prefixes / sizeof *prefixes; k++) {
             size_t length = strlen(prefixes[k]);
             if (!strncmp(key, prefixes[k], length) && !find_tensor(l->record, key + length))
-                return hstep_fail(l->error, HALFSTEP_ERROR_MISMATCH,
-                                  "%s has a tensor \"%s\" that this optimizer does not have", l->states.path,
-                                  key + length);
+                return io_fail(l->error, HALFSTEP_ERROR_MISMATCH,
+                               "%s has a tensor \"%s\" that this optimizer does not have", l->states.path,
+                               key + length);
         }
     }
     return HALFSTEP_OK;
@@ -829,7 +827,7 @@ static int list_ids(const loading *l)
     record *r = l->record;
     size_t n = 0;
     r->ids = malloc((2 * (size_t)r->tensor_count + 1) * sizeof *r->ids);
-    if (!r->ids) return hstep_fail_memory(l->error);
+    if (!r->ids) return io_fail_memory(l->error);
     for (int32_t i = 0; i < r->tensor_count; i++)
         for (int side = 0; side < SIDES; side++) r->ids[n++] = r->tensors[i].numbers[side].id;
     qsort(r->ids, n, sizeof *r->ids, compare_ids);
@@ -841,14 +839,14 @@ static int check_ids(const loading *l)
 {
     const record *r = l->record;
     numbered_id *ids = malloc(((size_t)r->tensor_count + 1) * sizeof *ids);
-    int code = ids ? HALFSTEP_OK : hstep_fail_memory(l->error);
+    int code = ids ? HALFSTEP_OK : io_fail_memory(l->error);
     for (int32_t i = 0; i < r->tensor_count && ids; i++) ids[i] = (numbered_id){r->tensors[i].numbers[IN_FILE].id, i};
     if (ids && r->tensor_count) qsort(ids, (size_t)r->tensor_count, sizeof *ids, compare_numbered);
     for (int32_t i = 1; i < r->tensor_count && !code; i++)
         if (ids[i - 1].id == ids[i].id)
-            code = hstep_fail(l->error, HALFSTEP_ERROR_DUPLICATE, "%s: tensors \"%s\" and \"%s\" have the same id %llu",
-                              l->states.path, r->tensors[ids[i - 1].index].info.name,
-                              r->tensors[ids[i].index].info.name, ull(ids[i].id));
+            code = io_fail(l->error, HALFSTEP_ERROR_DUPLICATE, "%s: tensors \"%s\" and \"%s\" have the same id %llu",
+                           l->states.path, r->tensors[ids[i - 1].index].info.name, r->tensors[ids[i].index].info.name,
+                           ull(ids[i].id));
     free(ids);
     return code;
 }
@@ -861,11 +859,10 @@ static int check_left(const loading *l)
         int known = !strcmp(*name, "seed");
         for (size_t i = 0; i < r->setting_count && !known; i++) known = !strcmp(r->settings[i].name, *name);
         if (!known)
-            return hstep_fail(
-                l->error, HALFSTEP_ERROR_ARGUMENT,
-                "options: leave names \"%s\", which is no hyper-parameter or choice of this optimizer, nor "
-                "\"seed\"",
-                *name);
+            return io_fail(l->error, HALFSTEP_ERROR_ARGUMENT,
+                           "options: leave names \"%s\", which is no hyper-parameter or choice of this optimizer, nor "
+                           "\"seed\"",
+                           *name);
     }
     return HALFSTEP_OK;
 }
@@ -875,9 +872,9 @@ static int read_numbers(const loading *l)
     record *r = l->record;
     const char *format = find_value(l, "format", "");
     if (!format || strcmp(format, HSTEP_OPTIMIZER_FORMAT))
-        return hstep_fail(l->error, HALFSTEP_ERROR_FORMAT,
-                          "%s is not an optimizer file of halfstep: its format is not \"" HSTEP_OPTIMIZER_FORMAT "\"",
-                          l->states.path);
+        return io_fail(l->error, HALFSTEP_ERROR_FORMAT,
+                       "%s is not an optimizer file of halfstep: its format is not \"" HSTEP_OPTIMIZER_FORMAT "\"",
+                       l->states.path);
     int code = check_left(l);
     if (!code) code = check_unknown_tensors(l);
     for (int32_t i = 0; i < r->tensor_count && !code; i++) code = read_counters(l, &r->tensors[i]);
@@ -906,8 +903,8 @@ static int check_stream(void *context, tensor_record *t, const hstep_stream *str
     uint64_t index;
     if (!stream->bytes || (t->has_no_steps && !is_weight)) return HALFSTEP_OK;
     int code = hstep_find_stream(source, &t->info, stream, &index);
-    if (!code && !hstep_grow((void **)&l->places, l->place_count, &l->place_capacity, sizeof *l->places))
-        code = hstep_fail_memory(l->error);
+    if (!code && !io_grow((void **)&l->places, l->place_count, &l->place_capacity, sizeof *l->places))
+        code = io_fail_memory(l->error);
     if (code) return code;
     l->places[l->place_count++] = index;
     if (source->file == l->states.file) l->known[index] = 1;
@@ -918,7 +915,7 @@ static int check_stream(void *context, tensor_record *t, const hstep_stream *str
 static int fail_taking(const loading *l, int code)
 {
     const char *detail = halfstep_error_detail(l->record->optimizer);
-    return hstep_fail(l->error, code, "%s: %s", l->states.path, *detail ? detail : halfstep_strerror(code));
+    return io_fail(l->error, code, "%s: %s", l->states.path, *detail ? detail : halfstep_strerror(code));
 }
 
 /* Copies tensor `place` of the file to a stream in storage. UINT64_MAX: writes zeros. */
@@ -927,7 +924,7 @@ static int fill_storage(const loading *l, const tensor_record *t, const hstep_st
     const int32_t index = (int32_t)(t - l->record->tensors);
     int code = HALFSTEP_OK;
     char *piece = calloc(1, HSTEP_CHECK_BYTES);
-    if (!piece) return hstep_fail_memory(l->error);
+    if (!piece) return io_fail_memory(l->error);
     for (uint64_t at = 0, bytes; at < stream->bytes && !code; at += bytes) {
         bytes = stream->bytes - at < HSTEP_CHECK_BYTES ? stream->bytes - at : HSTEP_CHECK_BYTES;
         if (place != UINT64_MAX)
@@ -977,13 +974,13 @@ static int check_unknown_streams(const loading *l)
         if (l->known[i] || halfstep_get_safetensor_info(l->states.file, i, &info) || !info.bytes) continue;
         const char *slash = strrchr(info.name, '/');
         char *name = slash ? hstep_format("%.*s", (int)(slash - info.name), info.name) : hstep_copy(info.name);
-        if (!name) return hstep_fail_memory(l->error);
+        if (!name) return io_fail_memory(l->error);
         const named_tensor *ours = slash ? find_tensor(l->record, name) : NULL;
         free(name);
         if (ours ? !strcmp(slash + 1, HSTEP_WEIGHT) : l->options && l->options->subset) continue;
         if (ours && l->record->tensors[ours->index].has_no_steps) return fail_value(l, "counters.", ours->name);
-        return hstep_fail(l->error, HALFSTEP_ERROR_MISMATCH, "%s has \"%s\", which this optimizer does not store",
-                          l->states.path, info.name);
+        return io_fail(l->error, HALFSTEP_ERROR_MISMATCH, "%s has \"%s\", which this optimizer does not store",
+                       l->states.path, info.name);
     }
     return HALFSTEP_OK;
 }
@@ -992,7 +989,7 @@ static int check_streams(loading *l)
 {
     l->piece = malloc(HSTEP_CHECK_BYTES);
     l->known = calloc((size_t)halfstep_safetensor_count(l->states.file) + 1, 1);
-    int code = l->piece && l->known ? load_streams(l, check_stream) : hstep_fail_memory(l->error);
+    int code = l->piece && l->known ? load_streams(l, check_stream) : io_fail_memory(l->error);
     if (!code) code = check_unknown_streams(l);
     free(l->piece);
     free(l->known);
@@ -1075,7 +1072,7 @@ static int take(loading *l)
     if (!code && (code = halfstep_flush(l->record->optimizer, l->weights))) code = fail_taking(l, code);
     l->error = l->states.error = l->model.error = told;
     /* The same bytes were read once without an error, so the disk or the file is failing right now. */
-    if (code) hstep_fail(told, code, "%s; the optimizer is only partly loaded: load it again", detail);
+    if (code) io_fail(told, code, "%s; the optimizer is only partly loaded: load it again", detail);
     return code;
 }
 
@@ -1115,9 +1112,9 @@ static int open_source(hstep_source *source, const halfstep_checkpoint *checkpoi
     source->path = halfstep_checkpoint_path(checkpoint, name);
     if (source->path) return halfstep_open_safetensors(&source->file, source->path, error->text, error->size);
     halfstep_get_checkpoint_info(checkpoint, &info);
-    return hstep_fail(error, HALFSTEP_ERROR_MISMATCH,
-                      "%s: the checkpoint is sound, but has no %s; it was saved without it, or under another name",
-                      info.directory, name);
+    return io_fail(error, HALFSTEP_ERROR_MISMATCH,
+                   "%s: the checkpoint is sound, but has no %s; it was saved without it, or under another name",
+                   info.directory, name);
 }
 
 /* Loads an optimizer from a checkpoint, or from the file at path if checkpoint is NULL. Error texts name `function`. */
@@ -1129,7 +1126,7 @@ static int load_files(const char *function, const halfstep_checkpoint *checkpoin
     halfstep_file_options ours;
     loading l = {.weights = weights, .has_model_file = checkpoint != NULL};
     if ((!checkpoint && !path) || !optimizer)
-        return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "%s: NULL argument", function);
+        return io_fail(&error, HALFSTEP_ERROR_ARGUMENT, "%s: NULL argument", function);
     int code = take_options(&ours, &options, checkpoint != NULL, function, &error);
     l.options = options;
     if (!code && checkpoint) {
