@@ -10,12 +10,11 @@
  * accumulation must not settle the handle. */
 static int run_accumulation(const halfstep_optimizer *o, int tensor, struct hstep_accumulation *a)
 {
-    struct hstep_tensor t = o->tensors[tensor];
+    struct hstep_tensor t = hstep_laid_out(o, tensor);
     struct hstep_chunk *chunks = NULL;
     a->tensor = &t;
     a->chunks = o->chunks + t.first_chunk;
     if (!o->settled) {
-        hstep_lay_out(&t);
         t.chunks = hstep_cut_tensor(&t, 0, NULL);
         chunks = malloc((size_t)(t.chunks + 1) * sizeof *chunks);
         if (!chunks)

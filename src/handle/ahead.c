@@ -138,11 +138,8 @@ static int check_place(const struct hstep_request *s, uint64_t bytes)
 /* Points the slots of a tensor into the memory of its result. */
 static void place_streams(struct hstep_tensor *t, const halfstep_piece *p, char *memory)
 {
-    for (int i = HALFSTEP_SLOT_WEIGHT; i < HSTEP_SLOTS; i++) {
-        if (i == HALFSTEP_SLOT_GRADIENT) continue;
-        if (p->slot[i].code_bytes) t->slot[i].code = memory + p->slot[i].code_offset;
-        if (p->slot[i].extra_bytes) t->slot[i].extra = memory + p->slot[i].extra_offset;
-    }
+    for (struct hstep_cursor c = {0}; hstep_next_stream(t, &c);)
+        *c.place = memory + hstep_range_of(p, c.slot, c.extra).offset;
 }
 
 int hstep_step_in_advance(const struct hstep_request *s, int64_t *statistics)

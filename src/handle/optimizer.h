@@ -249,8 +249,17 @@ int hstep_check_slot(const halfstep_optimizer *o, int32_t tensor, int32_t slot);
 /* Writes the first error codes of a packed weight (slots.c). */
 int hstep_spread_errors(const halfstep_optimizer *o, const struct hstep_tensor *t);
 
-/* Returns a tensor as it is once the handle is settled (storage.c). */
+/* Returns the name of a slot in error texts. */
+const char *hstep_slot_name(const halfstep_optimizer *o, int tensor, int slot);
+
+/* Returns a tensor as it is once the handle is settled (plan.c). */
 struct hstep_tensor hstep_laid_out(const halfstep_optimizer *o, int tensor);
+/* Some bytes of a piece. */
+struct hstep_range {
+    uint64_t offset, bytes;
+};
+/* Returns where a piece has the codes of a slot, or its extra stream. */
+struct hstep_range hstep_range_of(const halfstep_piece *p, int slot, int extra);
 /* Describes the piece of some rows. Rows that are not all rows belong to a tensor that may be cut. */
 halfstep_piece hstep_describe(const struct hstep_tensor *t, int tensor, int64_t first_row, int64_t n_rows, int weights);
 

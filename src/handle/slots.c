@@ -18,7 +18,7 @@ int hstep_check_slot(const halfstep_optimizer *o, int32_t tensor, int32_t slot)
     return HALFSTEP_OK;
 }
 
-static const char *slot_name(const halfstep_optimizer *o, int tensor, int slot)
+const char *hstep_slot_name(const halfstep_optimizer *o, int tensor, int slot)
 {
     if (slot == HALFSTEP_SLOT_WEIGHT) return "weight";
     if (slot == HALFSTEP_SLOT_GRADIENT) return "gradient";
@@ -42,7 +42,7 @@ int halfstep_get_slot_info(const halfstep_optimizer *o, int32_t tensor, int32_t 
     const struct hstep_tensor *t = &o->tensors[tensor];
     const struct hstep_slot *s = &t->slot[slot];
     halfstep_slot_info ours = {.format = s->format,
-                               .name = slot_name(o, tensor, slot),
+                               .name = hstep_slot_name(o, tensor, slot),
                                .code_bytes = s->code_bytes,
                                .extra_bytes = s->extra_bytes,
                                .blocks_per_row = hstep_blocks_per_row(t, s->format),
@@ -55,40 +55,28 @@ int halfstep_get_slot_info(const halfstep_optimizer *o, int32_t tensor, int32_t 
     return hstep_give_struct(info, &ours, sizeof ours) ? HALFSTEP_OK : hstep_fail_struct(o, __func__, info);
 }
 
-/* Calls visit for every stream that the optimizer stores beside weights and gradients, in the order of its layout. */
-static void each_stream(halfstep_optimizer *o, void (*visit)(void *arg, char **place, uint64_t bytes), void *arg)
+/* Places the streams of all tensors one after another from `base` on, unless that is NULL. Returns the bytes that they
+ * take. */
+static uint64_t place_streams(halfstep_optimizer *o, char *base)
 {
+    uint64_t offset = 0;
     for (int i = 0; i < o->n_tensors; i++)
-        for (int s = 0; s < HSTEP_SLOTS; s++) {
-            struct hstep_slot *slot = &o->tensors[i].slot[s];
-            if (s >= HALFSTEP_SLOT_STATE && slot->code_bytes) visit(arg, &slot->code, slot->code_bytes);
-            if (s != HALFSTEP_SLOT_GRADIENT && slot->extra_bytes) visit(arg, &slot->extra, slot->extra_bytes);
+        for (struct hstep_cursor c = {0}; hstep_next_stream(&o->tensors[i], &c);) {
+            if (base) *c.place = base + offset;
+            uint64_t space = (c.bytes + 63) / 64 * 64;
+            /* Streams at exact power-of-two distances compete for the same cache sets, which halves the speed. */
+            if (c.bytes >= 1 << 20) space += 4096 + 64;
+            /* The sum may not fit the type. No memory is that large. */
+            offset = offset > UINT64_MAX - space ? UINT64_MAX : offset + space;
         }
-}
-
-struct layout {
-    char *base;
-    uint64_t offset;
-};
-
-static void place_stream(void *arg, char **place, uint64_t bytes)
-{
-    struct layout *layout = arg;
-    if (layout->base) *place = layout->base + layout->offset;
-    uint64_t space = (bytes + 63) / 64 * 64;
-    /* Streams at exact power-of-two distances compete for the same cache sets, which halves the speed. */
-    if (bytes >= 1 << 20) space += 4096 + 64;
-    /* The sum may not fit the type. No memory is that large. */
-    layout->offset = layout->offset > UINT64_MAX - space ? UINT64_MAX : layout->offset + space;
+    return offset;
 }
 
 int halfstep_state_bytes(halfstep_optimizer *o, uint64_t *bytes)
 {
     HSTEP_NEED(o, o);
     HSTEP_NEED(o, bytes);
-    struct layout layout = {NULL, 0};
-    each_stream(o, place_stream, &layout);
-    *bytes = layout.offset;
+    *bytes = place_streams(o, NULL);
     return HALFSTEP_OK;
 }
 
@@ -141,15 +129,14 @@ int hstep_spread_errors(const halfstep_optimizer *o, const struct hstep_tensor *
 
 static int place_all(halfstep_optimizer *o, void *memory, uint64_t bytes)
 {
-    struct layout touched = {memory, 0}, layout = {memory, 0};
     if (o->device->touch && o->n_tensors) {
-        each_stream(o, place_stream, &touched);
+        place_streams(o, memory);
         o->device->touch(&o->context, &o->plan);
     }
     int error = hstep_fetch(o);
     if (error || (error = hstep_wait(o, o->device->zero(&o->context, memory, bytes)))) return error;
     hstep_changed(o, 0, o->n_tensors);
-    each_stream(o, place_stream, &layout);
+    place_streams(o, memory);
     for (int i = 0; i < o->n_tensors; i++)
         for (int s = HALFSTEP_SLOT_STATE; s < HSTEP_SLOTS; s++) o->tensors[i].slot[s].grid = 1.0f;
     for (int i = 0; i < o->n_tensors; i++)
@@ -238,7 +225,7 @@ int halfstep_bind_slot(halfstep_optimizer *o, int32_t tensor, int32_t slot, void
                           "tensor '%s': weights and gradients cannot be bound; pass them to each step", name);
     if ((slot >= HALFSTEP_SLOT_STATE && s->code_bytes && !code) || (s->extra_bytes && !extra))
         return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': memory for %s is NULL", name,
-                          slot_name(o, tensor, slot));
+                          hstep_slot_name(o, tensor, slot));
     /* Nothing is read or written at the address of a slot without bytes. */
     if (code && s->code_bytes) error = check_owned(o, code, name);
     if (!error && extra && s->extra_bytes) error = check_owned(o, extra, name);
@@ -266,7 +253,7 @@ int hstep_check_bound(const halfstep_optimizer *o, int first, int n)
             const struct hstep_slot *slot = &o->tensors[i].slot[s];
             if (o->storage && s != HALFSTEP_SLOT_GRADIENT) continue;
             if ((s >= HALFSTEP_SLOT_STATE && slot->code_bytes && !slot->code) || (slot->extra_bytes && !slot->extra))
-                return fail_unbound(o, i, slot_name(o, i, s));
+                return fail_unbound(o, i, hstep_slot_name(o, i, s));
         }
     return HALFSTEP_OK;
 }
@@ -288,13 +275,13 @@ static int check_rows(const halfstep_optimizer *o, int32_t tensor, int32_t slot,
                           o->labels[tensor].name, (long long)first_row, (long long)n_rows, (long long)rows);
     if (s->format < 0)
         return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': %s stores nothing", o->labels[tensor].name,
-                          slot_name(o, tensor, slot));
+                          hstep_slot_name(o, tensor, slot));
     if (!n_rows || !columns) return HALFSTEP_OK;
     if (!values || (slot < HALFSTEP_SLOT_STATE && !data))
         return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': NULL data", o->labels[tensor].name);
     if (hstep_is_stored(o, tensor, slot)) return hstep_check_storage(o);
     if ((slot >= HALFSTEP_SLOT_STATE && !s->code) || (s->extra_bytes && !s->extra))
-        return fail_unbound(o, tensor, slot_name(o, tensor, slot));
+        return fail_unbound(o, tensor, hstep_slot_name(o, tensor, slot));
     return HALFSTEP_OK;
 }
 
@@ -335,10 +322,10 @@ static int check_values(const halfstep_optimizer *o, int32_t tensor, int32_t slo
         memcpy(&bits, in + i, 4);
         if ((bits & 0x7fffffff) >= 0x7f800000)
             return hstep_fail(o, HALFSTEP_ERROR_RANGE, "tensor '%s': element %lld of %s is not finite",
-                              o->labels[tensor].name, (long long)i, slot_name(o, tensor, slot));
+                              o->labels[tensor].name, (long long)i, hstep_slot_name(o, tensor, slot));
         if (s->nonneg && in[i] < 0.0f)
             return hstep_fail(o, HALFSTEP_ERROR_RANGE, "tensor '%s': element %lld of %s is negative",
-                              o->labels[tensor].name, (long long)i, slot_name(o, tensor, slot));
+                              o->labels[tensor].name, (long long)i, hstep_slot_name(o, tensor, slot));
     }
     return HALFSTEP_OK;
 }
@@ -361,7 +348,7 @@ static int write_slot(halfstep_optimizer *o, int32_t tensor, int32_t slot, void 
     if (f->geometry == HALFSTEP_GEOMETRY_TENSOR && whole && (end - first != whole || !hstep_is_whole(t)))
         return hstep_fail(o, HALFSTEP_ERROR_RANGE,
                           "tensor '%s': '%s' has one scale, so all of %s must be written at once",
-                          o->labels[tensor].name, f->name, slot_name(o, tensor, slot));
+                          o->labels[tensor].name, f->name, hstep_slot_name(o, tensor, slot));
     if (slot < HALFSTEP_SLOT_STATE && end > first && (error = check_owned(o, data, o->labels[tensor].name)))
         return error;
     hstep_forget_results(o, tensor, 1);

@@ -37,13 +37,7 @@ static int64_t count_sums(const halfstep_optimizer *o, int first, int n)
 {
     int64_t sums = 0;
     if (o->settled && (!o->sums || n == o->n_tensors)) return o->sums;
-    for (int i = first; i < first + n && o->settled; i++) sums += o->tensors[i].sums;
-    for (int i = first; i < first + n && !o->settled; i++) {
-        struct hstep_tensor t = o->tensors[i];
-        t.cautious = o->groups[t.group].hyper[HSTEP_CAUTIOUS] != 0.0;
-        hstep_lay_out(&t);
-        sums += t.sums;
-    }
+    for (int i = first; i < first + n; i++) sums += o->settled ? o->tensors[i].sums : hstep_laid_out(o, i).sums;
     return sums;
 }
 

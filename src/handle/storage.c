@@ -52,12 +52,6 @@ static uint64_t least(uint64_t a, uint64_t b) { return a < b ? a : b; }
 static uint64_t most(uint64_t a, uint64_t b) { return a > b ? a : b; }
 static uint64_t padded(uint64_t bytes, uint64_t unit) { return (bytes + unit - 1) / unit * unit; }
 
-/* Tells whether the codes of a slot, or its extra stream, are among the streams of a piece. */
-static int has_stream(const struct hstep_slot *slot, int s, int extra)
-{
-    return extra ? s != HALFSTEP_SLOT_GRADIENT && slot->extra_bytes : s >= HALFSTEP_SLOT_STATE && slot->code_bytes;
-}
-
 /* Returns the number of an element's row, or of the first row of a piece, as elements. */
 static int64_t start_of(const struct hstep_tensor *t, int64_t first_row) { return first_row * t->n_columns; }
 
@@ -65,22 +59,25 @@ halfstep_piece hstep_describe(const struct hstep_tensor *t, int tensor, int64_t 
 {
     halfstep_piece p = {.tensor = tensor, .first_row = first_row, .n_rows = n_rows};
     const int whole = n_rows == t->n_rows;
-    for (int s = 0; s < HSTEP_SLOTS; s++) {
-        const struct hstep_slot *slot = &t->slot[s];
-        if (has_stream(slot, s, 0)) {
-            p.slot[s].code_offset = p.state_bytes;
-            p.slot[s].code_bytes = whole ? slot->code_bytes : hstep_code_bytes(slot->format, n_rows, t->n_columns);
-            p.state_bytes += padded(p.slot[s].code_bytes, 64);
-        }
-        if (has_stream(slot, s, 1)) {
-            p.slot[s].extra_offset = p.state_bytes;
-            p.slot[s].extra_bytes = whole ? slot->extra_bytes : hstep_extra_bytes(slot->format, n_rows, t->n_columns);
-            p.state_bytes += padded(p.slot[s].extra_bytes, 64);
-        }
+    for (struct hstep_cursor c = {0}; hstep_next_stream(t, &c);) {
+        const int format = t->slot[c.slot].format;
+        const uint64_t bytes = whole     ? c.bytes
+                               : c.extra ? hstep_extra_bytes(format, n_rows, t->n_columns)
+                                         : hstep_code_bytes(format, n_rows, t->n_columns);
+        *(c.extra ? &p.slot[c.slot].extra_offset : &p.slot[c.slot].code_offset) = p.state_bytes;
+        *(c.extra ? &p.slot[c.slot].extra_bytes : &p.slot[c.slot].code_bytes) = bytes;
+        p.state_bytes += padded(bytes, 64);
     }
     const struct hstep_slot *weight = &t->slot[HALFSTEP_SLOT_WEIGHT];
     if (weights) p.weight_bytes = whole ? weight->code_bytes : hstep_code_bytes(weight->format, n_rows, t->n_columns);
     return p;
+}
+
+struct hstep_range hstep_range_of(const halfstep_piece *p, int slot, int extra)
+{
+    if (extra) return (struct hstep_range){p->slot[slot].extra_offset, p->slot[slot].extra_bytes};
+    if (slot == HALFSTEP_SLOT_WEIGHT) return (struct hstep_range){p->state_bytes, p->weight_bytes};
+    return (struct hstep_range){p->slot[slot].code_offset, p->slot[slot].code_bytes};
 }
 
 /* Returns how many rows, at least, end on a multiple of n elements. */
@@ -104,11 +101,10 @@ static int64_t rows_per_piece(const struct hstep_tensor *t, uint64_t piece_bytes
     int64_t unit = 1;
     uint64_t bytes = 0;
     if (t->matrix || t->pairs || t->n_rows < 2 || !t->n_columns) return 0;
-    for (int s = 0; s < HSTEP_SLOTS; s++) {
+    for (struct hstep_cursor c = {0}; hstep_next_stream(t, &c);) bytes += c.bytes;
+    for (int s = HALFSTEP_SLOT_STATE; s < HSTEP_SLOTS; s++) {
         const struct hstep_slot *slot = &t->slot[s];
-        if (has_stream(slot, s, 0)) bytes += slot->code_bytes;
-        if (has_stream(slot, s, 1)) bytes += slot->extra_bytes;
-        if (slot->format < 0 || s < HALFSTEP_SLOT_STATE) continue;
+        if (slot->format < 0) continue;
         if (slot->extent != HALFSTEP_EXTENT_ELEMENTS || hstep_has_one_scale(slot->format)) return 0;
         if (hstep_formats[slot->format].geometry == HALFSTEP_GEOMETRY_FLAT && hstep_formats[slot->format].block) {
             const int64_t elements = t->sums ? HSTEP_TILE : t->unit;
@@ -122,15 +118,6 @@ static int64_t rows_per_piece(const struct hstep_tensor *t, uint64_t piece_bytes
     if (rows >= tile) unit = tile;
     rows = rows < unit ? unit : rows / unit * unit;
     return rows < t->n_rows ? rows : 0;
-}
-
-struct hstep_tensor hstep_laid_out(const halfstep_optimizer *o, int tensor)
-{
-    struct hstep_tensor t = o->tensors[tensor];
-    if (o->settled) return t;
-    t.cautious = o->groups[t.group].hyper[HSTEP_CAUTIOUS] != 0.0;
-    hstep_lay_out(&t);
-    return t;
 }
 
 static int64_t count_pieces(const struct hstep_tensor *t, int64_t rows)
@@ -283,10 +270,7 @@ static int place_pieces(const halfstep_optimizer *o, struct hstep_storage *st)
 static void clear_addresses(halfstep_optimizer *o, int first, int n)
 {
     for (int i = first; i < first + n; i++)
-        for (int s = 0; s < HSTEP_SLOTS; s++) {
-            o->tensors[i].slot[s].code = NULL;
-            if (s != HALFSTEP_SLOT_GRADIENT) o->tensors[i].slot[s].extra = NULL;
-        }
+        for (struct hstep_cursor c = {0}; hstep_next_stream(&o->tensors[i], &c);) *c.place = NULL;
 }
 
 /* Makes the list of pieces for a settled handle whose tensors have their piece_rows. */
@@ -399,25 +383,18 @@ static int fail(const halfstep_optimizer *o, int code, int changed)
 
 /* ---- One piece in memory ---- */
 
-/* Returns `place` less an offset. The result may lie outside of any array. */
-static char *biased(char *place, uint64_t offset, int64_t less)
-{
-    return (char *)((uintptr_t)place + (uintptr_t)offset - (uintptr_t)less);
-}
-
-/* Gives the slots of a tensor the addresses of a piece at p->place. */
+/* Gives the slots of a tensor the addresses of a piece at p->place. An address may lie outside of any array. */
 static void give_addresses(struct hstep_tensor *t, const struct piece *p)
 {
     const halfstep_piece d = hstep_describe(t, p->tensor, p->first_row, p->n_rows, 0);
     const int64_t element = start_of(t, p->first_row);
-    for (int s = 0; s < HSTEP_SLOTS; s++) {
-        struct hstep_slot *slot = &t->slot[s];
-        if (has_stream(slot, s, 0))
-            slot->code =
-                biased(p->place, d.slot[s].code_offset, element ? hstep_code_offset(t, slot->format, element) : 0);
-        if (has_stream(slot, s, 1))
-            slot->extra =
-                biased(p->place, d.slot[s].extra_offset, element ? hstep_extra_offset(t, slot->format, element) : 0);
+    for (struct hstep_cursor c = {0}; hstep_next_stream(t, &c);) {
+        const int format = t->slot[c.slot].format;
+        const int64_t less = !element  ? 0
+                             : c.extra ? hstep_extra_offset(t, format, element)
+                                       : hstep_code_offset(t, format, element);
+        const uint64_t offset = hstep_range_of(&d, c.slot, c.extra).offset;
+        *c.place = (char *)((uintptr_t)p->place + (uintptr_t)offset - (uintptr_t)less);
     }
 }
 
@@ -726,8 +703,8 @@ int halfstep_write_initial(halfstep_optimizer *o, void *const *weights)
 
 int hstep_is_stored(const halfstep_optimizer *o, int tensor, int slot)
 {
-    const struct hstep_slot *s = &o->tensors[tensor].slot[slot];
-    return o->storage && (has_stream(s, slot, 0) || has_stream(s, slot, 1));
+    const struct hstep_tensor *t = &o->tensors[tensor];
+    return o->storage && (hstep_keeps(t, slot, 0) || hstep_keeps(t, slot, 1));
 }
 
 /* Brings the piece with element a->first into memory. Writes to *part the access to those elements that are in it, by
@@ -810,12 +787,9 @@ static int check_bytes(const halfstep_optimizer *o, const struct stream *stream,
 static int find_bytes(const halfstep_optimizer *o, const struct stream *stream, uint64_t first, uint64_t *bytes,
                       char **place)
 {
-    const struct hstep_tensor *t = &o->tensors[stream->tensor];
     const int64_t start = o->storage->first_piece[stream->tensor], end = o->storage->first_piece[stream->tensor + 1];
     const halfstep_piece one = describe_bound(o, start);
-    const uint64_t each = stream->extra                          ? one.slot[stream->slot].extra_bytes
-                          : stream->slot == HALFSTEP_SLOT_WEIGHT ? one.weight_bytes
-                                                                 : one.slot[stream->slot].code_bytes;
+    const uint64_t each = hstep_range_of(&one, stream->slot, stream->extra).bytes;
     /* All pieces but the last have as many rows, and their streams as many bytes. */
     int64_t number = start + (int64_t)(first / each);
     if (number >= end) number = end - 1;
@@ -823,12 +797,9 @@ static int find_bytes(const halfstep_optimizer *o, const struct stream *stream, 
     const int error = hold(o, number);
     if (error) return error;
     const struct piece *p = &o->storage->pieces[number];
-    const halfstep_piece d = hstep_describe(t, stream->tensor, p->first_row, p->n_rows, o->storage->table.weights);
-    const uint64_t offset = stream->extra                          ? d.slot[stream->slot].extra_offset
-                            : stream->slot == HALFSTEP_SLOT_WEIGHT ? d.state_bytes
-                                                                   : d.slot[stream->slot].code_offset;
+    const halfstep_piece d = describe_bound(o, number);
     if (number + 1 < end) *bytes = least(*bytes, each - within);
-    *place = p->place + offset + within;
+    *place = p->place + hstep_range_of(&d, stream->slot, stream->extra).offset + within;
     return HALFSTEP_OK;
 }
 
