@@ -1,6 +1,5 @@
-/* The inside of a handle. Its files: optimizer.c and tensors.c (arguments), plan.c (chunks and arrays of a step),
- * slots.c and storage.c (memory), ready.c, step.c and ahead.c (steps), sync.c (devices), records.c (what a checkpoint
- * keeps), accumulate.c, checks.c, device_check.c and device_cases.c. */
+/* The inside of a handle. This folder has the arguments, checks.c, and plan.c (chunks and arrays of a step). Inner
+ * folders have `step`, the memory and records of `states`, and what `devices` need beside. */
 #ifndef HSTEP_OPTIMIZER_H
 #define HSTEP_OPTIMIZER_H
 

@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "handle/device_cases.h"
+#include "handle/devices/device_cases.h"
 #include "tables/layout.h"
 #define HALFSTEP_ADVANCED
 #include "halfstep.h"
