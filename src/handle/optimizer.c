@@ -11,7 +11,13 @@
 #include "base/schedule.h"
 #include "base/structs.h"
 #include "decide/prepare.h"
-#include "handle/optimizer.h"
+#include "handle/checks.h"
+#include "handle/devices/device_check.h"
+#include "handle/devices/sync.h"
+#include "handle/plan.h"
+#include "handle/states/storage.h"
+#include "handle/step/ahead.h"
+#include "handle/tensors.h"
 #include "kernels/dispatch.h"
 
 int32_t halfstep_version(void)

@@ -1,7 +1,10 @@
 /* Settling: turns groups and tensors into the arrays that steps need, once. */
 #include <stdlib.h>
 
-#include "handle/optimizer.h"
+#include "handle/checks.h"
+#include "handle/devices/device_check.h"
+#include "handle/devices/sync.h"
+#include "handle/plan.h"
 #include "tables/layout.h"
 
 static int allocate(const halfstep_optimizer *o, uint64_t bytes, void *place)

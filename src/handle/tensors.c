@@ -6,7 +6,9 @@
 #include "base/grid.h"
 #include "base/structs.h"
 #include "decide/prepare.h"
-#include "handle/optimizer.h"
+#include "handle/checks.h"
+#include "handle/devices/sync.h"
+#include "handle/tensors.h"
 #include "kernels/dispatch.h"
 #include "tables/layout.h"
 

@@ -5,7 +5,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "handle/checks.h"
 #include "handle/devices/device_cases.h"
+#include "handle/devices/device_check.h"
+#include "handle/states/slots.h"
 #include "tables/layout.h"
 #define HALFSTEP_ADVANCED
 #include "halfstep.h"

@@ -10,7 +10,9 @@
 
 #include "base/lock.h"
 #include "base/structs.h"
-#include "handle/optimizer.h"
+#include "handle/checks.h"
+#include "handle/devices/sync.h"
+#include "handle/step/ahead.h"
 #include "kernels/dispatch.h"
 
 static int records(const halfstep_optimizer *o) { return o->device->records && o->device->records(&o->context); }

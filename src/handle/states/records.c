@@ -6,7 +6,9 @@
 
 #include "base/grid.h"
 #include "base/structs.h"
-#include "handle/optimizer.h"
+#include "handle/checks.h"
+#include "handle/devices/sync.h"
+#include "handle/tensors.h"
 #include "kernels/dispatch.h"
 
 _Static_assert(HALFSTEP_MAX_SCALARS == HSTEP_MAX_NAMED_SCALARS, "a record has the scalars of any rule");

@@ -4,7 +4,12 @@
 
 #include "base/structs.h"
 #include "decide/prepare.h"
-#include "handle/optimizer.h"
+#include "handle/checks.h"
+#include "handle/devices/sync.h"
+#include "handle/plan.h"
+#include "handle/states/slots.h"
+#include "handle/states/storage.h"
+#include "handle/step/ahead.h"
 #include "kernels/dispatch.h"
 #include "tables/layout.h"
 

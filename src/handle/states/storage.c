@@ -5,7 +5,12 @@
 
 #include "base/lock.h"
 #include "base/structs.h"
-#include "handle/optimizer.h"
+#include "handle/checks.h"
+#include "handle/devices/sync.h"
+#include "handle/plan.h"
+#include "handle/states/slots.h"
+#include "handle/states/storage.h"
+#include "handle/step/ahead.h"
 #include "tables/layout.h"
 
 enum { PAGE = 4096, BUFFERS = 3 };

@@ -2,7 +2,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "handle/optimizer.h"
+#include "handle/checks.h"
+#include "handle/devices/sync.h"
+#include "handle/plan.h"
 #include "kernels/dispatch.h"
 #include "tables/layout.h"
 

@@ -4,7 +4,11 @@
 #include <string.h>
 
 #include "decide/pass.h"
-#include "handle/optimizer.h"
+#include "handle/checks.h"
+#include "handle/plan.h"
+#include "handle/states/storage.h"
+#include "handle/step/ahead.h"
+#include "handle/step/ready.h"
 
 /* A result of a step in advance: where it is, and what it was made of apart from the constants of its update. */
 struct result {

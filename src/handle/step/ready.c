@@ -1,7 +1,10 @@
 /* Checks before anything of a step is done. States, gradients and weights must be there, and the step must not depend
  * on elements of a tensor that other processes hold. */
 #include "decide/prepare.h"
-#include "handle/optimizer.h"
+#include "handle/checks.h"
+#include "handle/states/slots.h"
+#include "handle/states/storage.h"
+#include "handle/step/ready.h"
 
 /* Fails unless states, weights and gradients have their memory. Conditions that nearly always hold are counted when the
  * handle is settled, or remembered. Checking them in each of a thousand small tensors would cost time. */
