@@ -9,6 +9,7 @@
 #include "handle/plan.h"
 #include "handle/states/slots.h"
 #include "handle/states/storage.h"
+#include "handle/states/stored.h"
 #include "handle/step/ahead.h"
 #include "kernels/dispatch.h"
 #include "tables/layout.h"

@@ -7,7 +7,7 @@
 #include "handle/checks.h"
 #include "handle/devices/sync.h"
 #include "handle/plan.h"
-#include "handle/states/storage.h"
+#include "handle/states/walk.h"
 #include "handle/step/ahead.h"
 #include "handle/step/ready.h"
 #include "handle/tensors.h"
