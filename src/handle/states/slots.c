@@ -8,8 +8,7 @@
 #include "handle/devices/sync.h"
 #include "handle/plan.h"
 #include "handle/states/slots.h"
-#include "handle/states/storage.h"
-#include "handle/states/stored.h"
+#include "handle/states/walk.h"
 #include "handle/step/ahead.h"
 #include "kernels/dispatch.h"
 #include "tables/layout.h"
@@ -151,16 +150,6 @@ static int place_all(halfstep_optimizer *o, void *memory, uint64_t bytes)
     return HALFSTEP_OK;
 }
 
-/* Fails if the states have memory, because initial values would be lost on steps that have counted. */
-static int check_unplaced(const halfstep_optimizer *o)
-{
-    return o->states_placed
-               ? hstep_fail(o, HALFSTEP_ERROR_ORDER,
-                            "the states have memory already, and a second call would set them to their initial values; "
-                            "make a new optimizer to begin anew")
-               : HALFSTEP_OK;
-}
-
 /* Fails if the states are in storage. */
 static int check_in_memory(const halfstep_optimizer *o)
 {
@@ -169,13 +158,25 @@ static int check_in_memory(const halfstep_optimizer *o)
                       : HALFSTEP_OK;
 }
 
+/* Fails if the states are in storage, or have memory, because initial values would be lost on steps that have
+ * counted. */
+static int check_unplaced(const halfstep_optimizer *o)
+{
+    int error = check_in_memory(o);
+    if (error) return error;
+    return o->states_placed
+               ? hstep_fail(o, HALFSTEP_ERROR_ORDER,
+                            "the states have memory already, and a second call would set them to their initial values; "
+                            "make a new optimizer to begin anew")
+               : HALFSTEP_OK;
+}
+
 int halfstep_bind_states(halfstep_optimizer *o, void *memory, uint64_t bytes)
 {
     HSTEP_NEED(o, o);
-    uint64_t needed;
-    int error = check_in_memory(o);
-    if (error || (error = check_unplaced(o))) return error;
-    halfstep_state_bytes(o, &needed);
+    const uint64_t needed = place_streams(o, NULL);
+    int error = check_unplaced(o);
+    if (error) return error;
     if (needed && !memory) return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "memory for the states is NULL");
     if ((uintptr_t)memory % 64)
         return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "memory for the states must be aligned to 64 bytes");
@@ -192,10 +193,9 @@ int halfstep_bind_states(halfstep_optimizer *o, void *memory, uint64_t bytes)
 int halfstep_allocate_states(halfstep_optimizer *o)
 {
     HSTEP_NEED(o, o);
-    uint64_t bytes;
-    int error = check_in_memory(o);
-    if (error || (error = check_unplaced(o))) return error;
-    halfstep_state_bytes(o, &bytes);
+    const uint64_t bytes = place_streams(o, NULL);
+    int error = check_unplaced(o);
+    if (error) return error;
     if (bytes > SIZE_MAX / 2)
         return hstep_fail(o, HALFSTEP_ERROR_MEMORY, "the states need %llu bytes, more than a process can have",
                           (unsigned long long)bytes);
@@ -395,9 +395,7 @@ int halfstep_read_slot(const halfstep_optimizer *o, int32_t tensor, int32_t slot
 {
     HSTEP_NEED(o, o);
     struct hstep_fp fp = hstep_fp_enter();
-    int result = read_slot(o, tensor, slot, data, first_row, n_rows, out);
-    hstep_fp_leave(fp);
-    return result;
+    return hstep_fp_return(fp, read_slot(o, tensor, slot, data, first_row, n_rows, out));
 }
 
 int halfstep_write_slot(halfstep_optimizer *o, int32_t tensor, int32_t slot, void *data, int64_t first_row,
@@ -405,9 +403,7 @@ int halfstep_write_slot(halfstep_optimizer *o, int32_t tensor, int32_t slot, voi
 {
     HSTEP_NEED(o, o);
     struct hstep_fp fp = hstep_fp_enter();
-    int result = write_slot(o, tensor, slot, data, first_row, n_rows, in);
-    hstep_fp_leave(fp);
-    return result;
+    return hstep_fp_return(fp, write_slot(o, tensor, slot, data, first_row, n_rows, in));
 }
 
 /* Reads the weights of all tensors into `values`, or writes them. Checks all of them before the first is moved. */
@@ -434,9 +430,7 @@ int halfstep_read_weights(const halfstep_optimizer *o, void *const *weights, flo
     HSTEP_NEED(o, weights);
     HSTEP_NEED(o, out);
     struct hstep_fp fp = hstep_fp_enter();
-    int result = move_weights((halfstep_optimizer *)(uintptr_t)o, weights, out, 0); /* it only reads */
-    hstep_fp_leave(fp);
-    return result;
+    return hstep_fp_return(fp, move_weights((halfstep_optimizer *)(uintptr_t)o, weights, out, 0)); /* it only reads */
 }
 
 int halfstep_write_weights(halfstep_optimizer *o, void *const *weights, float *const *in)
@@ -445,9 +439,7 @@ int halfstep_write_weights(halfstep_optimizer *o, void *const *weights, float *c
     HSTEP_NEED(o, weights);
     HSTEP_NEED(o, in);
     struct hstep_fp fp = hstep_fp_enter();
-    int result = move_weights(o, weights, in, 1);
-    hstep_fp_leave(fp);
-    return result;
+    return hstep_fp_return(fp, move_weights(o, weights, in, 1));
 }
 
 int halfstep_read_average(const halfstep_optimizer *o, int32_t tensor, const void *weight, int64_t first_row,
@@ -455,9 +447,7 @@ int halfstep_read_average(const halfstep_optimizer *o, int32_t tensor, const voi
 {
     HSTEP_NEED(o, o);
     struct hstep_fp fp = hstep_fp_enter();
-    int result = read_average(o, tensor, weight, first_row, n_rows, out);
-    hstep_fp_leave(fp);
-    return result;
+    return hstep_fp_return(fp, read_average(o, tensor, weight, first_row, n_rows, out));
 }
 
 int halfstep_saturated(const halfstep_optimizer *o, int32_t tensor, const void *data, uint64_t *count)

@@ -96,7 +96,5 @@ int halfstep_accumulate(halfstep_optimizer *o, int32_t tensor, void *accumulator
     HSTEP_NEED(o, format);
     HSTEP_NEED(o, gradient_format);
     struct hstep_fp fp = hstep_fp_enter();
-    int result = accumulate(o, tensor, accumulator, format, gradient, gradient_format, scale);
-    hstep_fp_leave(fp);
-    return result;
+    return hstep_fp_return(fp, accumulate(o, tensor, accumulator, format, gradient, gradient_format, scale));
 }

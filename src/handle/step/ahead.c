@@ -101,12 +101,6 @@ static int check_tensor(const halfstep_optimizer *o, int tensor, const struct hs
                       o->labels[tensor].name, why);
 }
 
-/* Describes the streams of a result as those of a piece in storage. */
-static halfstep_piece streams_of(const struct hstep_tensor *t, int tensor)
-{
-    return hstep_describe(t, tensor, 0, t->n_rows, 0);
-}
-
 int halfstep_ahead_bytes(const halfstep_optimizer *o, int32_t tensor, uint64_t *bytes)
 {
     HSTEP_NEED(o, o);
@@ -116,7 +110,7 @@ int halfstep_ahead_bytes(const halfstep_optimizer *o, int32_t tensor, uint64_t *
     if (error || (error = check_device(o))) return error;
     const struct hstep_tensor t = hstep_laid_out(o, tensor);
     if ((error = check_tensor(o, tensor, &t))) return error;
-    *bytes = streams_of(&t, tensor).state_bytes;
+    *bytes = hstep_describe(&t, tensor, 0, t.n_rows, 0).state_bytes;
     return HALFSTEP_OK;
 }
 
@@ -154,7 +148,7 @@ int hstep_step_in_advance(const struct hstep_request *s, int64_t *statistics)
     int error = check_device(o);
     if (!error) error = hstep_check_ready(s, HSTEP_PART_NORMS);
     if (!error) error = check_tensor(o, i, t);
-    const halfstep_piece streams = streams_of(t, i);
+    const halfstep_piece streams = hstep_describe(t, i, 0, t->n_rows, 0); /* a result is laid out as a piece */
     if (!error) error = check_place(s, streams.state_bytes);
     if (error) return error;
     struct hstep_results *all = open_results(o);

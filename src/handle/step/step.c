@@ -53,14 +53,10 @@ static int64_t count_statistics(const halfstep_optimizer *o, int first, int n)
     return hstep_sums_offset(n) + count_sums(o, first, n) * HSTEP_EXACT_LIMBS;
 }
 
-/* Return how many integers the statistics have: those of the sums, and all. */
-static int64_t sums_count(const struct hstep_request *s)
+/* Returns the bytes of a request's statistics. */
+static uint64_t statistics_bytes(const struct hstep_request *s)
 {
-    return count_sums(s->o, s->call.first, s->call.n) * HSTEP_EXACT_LIMBS;
-}
-static int64_t statistics_count(const struct hstep_request *s)
-{
-    return count_statistics(s->o, s->call.first, s->call.n);
+    return (uint64_t)count_statistics(s->o, s->call.first, s->call.n) * sizeof(int64_t);
 }
 
 /* ---- Memory of the device ---- */
@@ -96,17 +92,16 @@ static int begin(const struct hstep_request *s)
 {
     const struct hstep_call *c = &s->call;
     *s->norms_made = 0;
-    int error = s->o->device->zero(c->context, c->statistics, (uint64_t)statistics_count(s) * sizeof *c->statistics);
+    int error = s->o->device->zero(c->context, c->statistics, statistics_bytes(s));
     return error ? error : hstep_scan_rest(s);
 }
 
 static int zero_sums(const struct hstep_request *s)
 {
     const struct hstep_call *c = &s->call;
-    int64_t count = sums_count(s);
-    if (!count) return HALFSTEP_OK;
-    return s->o->device->zero(c->context, c->statistics + hstep_sums_offset(c->n),
-                              (uint64_t)count * sizeof *c->statistics);
+    const int64_t first = hstep_sums_offset(c->n);
+    const uint64_t bytes = statistics_bytes(s) - (uint64_t)first * sizeof *c->statistics;
+    return bytes ? s->o->device->zero(c->context, c->statistics + first, bytes) : HALFSTEP_OK;
 }
 
 /* Makes the sums of matrices with vectors, which need new vectors. Puts the old vectors back afterwards,
@@ -155,7 +150,7 @@ static int norms(const struct hstep_request *s)
 {
     const struct hstep_device *device = s->o->device;
     const struct hstep_call *c = &s->call;
-    int64_t count = sums_count(s);
+    const int64_t count = count_sums(s->o, c->first, c->n);
     if (!count || c->micro) return HALFSTEP_OK;
     int error = device->decide(c);
     if (!error) error = zero_sums(s);
@@ -328,7 +323,7 @@ static int make_asynchronously(struct hstep_request *s, enum hstep_part part, in
 {
     halfstep_optimizer *o = s->o;
     const struct hstep_device *device = o->device;
-    uint64_t bytes = (uint64_t)statistics_count(s) * sizeof *scratch;
+    const uint64_t bytes = statistics_bytes(s);
     int error = hstep_send(o);
     if (error) return error;
     s->call.statistics = scratch;
@@ -360,7 +355,7 @@ static int make(struct hstep_request *s, enum hstep_part part, int64_t *statisti
     s->call.statistics = part == HSTEP_PART_BEGIN || part == HSTEP_PART_NORMS ? statistics : scratch;
     error = hand_over(s, 0);
     if (!error && part == HSTEP_PART_FINISH)
-        error = o->device->copy(&o->context, scratch, statistics, (uint64_t)statistics_count(s) * sizeof *scratch);
+        error = o->device->copy(&o->context, scratch, statistics, statistics_bytes(s));
     if (!error && (part == HSTEP_PART_BEGIN || part == HSTEP_PART_ALL)) error = begin(s);
     if (!error && part == HSTEP_PART_NORMS) error = norms(s);
     return error || part == HSTEP_PART_BEGIN || part == HSTEP_PART_NORMS ? hstep_wait(o, error) : finish(s);
@@ -388,9 +383,7 @@ static int run_all(halfstep_optimizer *o, const halfstep_call *call, enum hstep_
     s.call.verdict = o->verdict;
     s.ahead = part == HSTEP_PART_NORMS ? NULL : call->ahead;
     struct hstep_fp fp = hstep_fp_enter();
-    int result = make(&s, part, call->statistics, o->plan.statistics);
-    hstep_fp_leave(fp);
-    return result;
+    return hstep_fp_return(fp, make(&s, part, call->statistics, o->plan.statistics));
 }
 
 static int run_one(halfstep_optimizer *o, const halfstep_call *call, enum hstep_part part)
