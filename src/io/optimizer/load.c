@@ -191,16 +191,17 @@ static int take(loading *l)
     return code;
 }
 
+/* Loads what a file says, or with l->pairs what these say, which are numbers only. */
 static int load(loading *l, const halfstep_optimizer *optimizer, hstep_error *error)
 {
     record r;
     l->record = &r;
     l->error = l->states.error = l->model.error = error;
-    int code = hstep_describe_optimizer(&r, optimizer, 0, error);
+    int code = hstep_describe_optimizer(&r, optimizer, l->pairs != NULL, error);
     if (!code) code = hstep_make_key(l);
     if (!code) code = hstep_read_numbers(l);
-    if (!code) code = check_streams(l);
-    if (!code) code = take(l);
+    if (!code && !l->pairs) code = check_streams(l);
+    if (!code) code = l->pairs ? take_numbers(l) : take(l);
     free(l->key);
     free(l->places);
     hstep_free_record(&r);
@@ -209,15 +210,8 @@ static int load(loading *l, const halfstep_optimizer *optimizer, hstep_error *er
 
 int hstep_take_numbers(halfstep_optimizer *optimizer, const char *path, const hstep_pairs *pairs, hstep_error *error)
 {
-    record r;
-    loading l = {.record = &r, .states = {.path = path, .error = error}, .pairs = pairs, .error = error};
-    int code = hstep_describe_optimizer(&r, optimizer, 1, error);
-    if (!code) code = hstep_make_key(&l);
-    if (!code) code = hstep_read_numbers(&l);
-    if (!code) code = take_numbers(&l);
-    free(l.key);
-    hstep_free_record(&r);
-    return code;
+    loading l = {.states = {.path = path}, .pairs = pairs};
+    return load(&l, optimizer, error);
 }
 
 static int open_source(hstep_source *source, const halfstep_checkpoint *checkpoint, const char *name,
