@@ -9,7 +9,7 @@
 #include "common/args/args.h"
 #include "common/progress.h"
 #include "program_lines.h"
-#include "trainer/run/train.h"
+#include "trainer/run/run.h"
 
 #define LM                                                                                                        \
     "train lm --data text --width 8 --depth 1 --heads 2 --context 4 --batch 2 --eval-batches 1 --sample-bytes 4 " \

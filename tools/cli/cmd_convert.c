@@ -18,7 +18,7 @@
 #include "trainer/files/model_files.h"
 #include "trainer/files/packed_list.h"
 #include "trainer/files/trainer_file.h"
-#include "trainer/loops/rows.h"
+#include "trainer/products/rows.h"
 
 struct convert {
     const char *to;

@@ -5,9 +5,9 @@
 
 #include "common/args/args.h"
 #include "trainer/compare/compare.h"
-#include "trainer/mnist/train_mnist.h"
+#include "trainer/mnist/mnist.h"
 #include "trainer/report/report.h"
-#include "trainer/run/train.h"
+#include "trainer/run/run.h"
 
 #define MAX_CHECKS 64
 #define MAX_PAIRS (RUN_OPTIONS_MAX + 8)

@@ -9,7 +9,7 @@
 
 #include "common/args/recipes.h"
 #include "io/json.h"
-#include "trainer/loops/rows.h"
+#include "trainer/products/rows.h"
 #include "trainer/models/llama.h"
 
 const char *packed_format_name(int32_t position)

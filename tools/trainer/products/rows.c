@@ -1,4 +1,4 @@
-#include "trainer/loops/rows.h"
+#include "trainer/products/rows.h"
 
 #include <math.h>
 #include <stdatomic.h>
@@ -7,7 +7,7 @@
 
 #include "halfstep.h"
 #include "common/text.h"
-#include "trainer/loops/row_kernels.h"
+#include "trainer/products/row_kernels.h"
 
 /* The build defines the instruction sets that row_kernels.c was compiled for: -DROW_ISAS="X(scalar) X(avx2)". */
 #define X(isa) extern const struct row_kernels ROW_KERNELS(isa);
@@ -46,7 +46,7 @@ static const struct row_kernels *kernels(void)
     void row_##name parameters { kernels()->name arguments; }
 #define ROW_FLOAT(name, parameters, arguments) \
     float row_##name parameters { return kernels()->name arguments; }
-#include "trainer/loops/rows.def"
+#include "trainer/products/rows.def"
 
 double exact_log(double x)
 {

@@ -1,4 +1,4 @@
-#include "trainer/mnist/train_mnist.h"
+#include "trainer/mnist/mnist.h"
 
 #include <errno.h>
 #include <math.h>
@@ -9,9 +9,9 @@
 #include "common/interrupt.h"
 #include "common/paths.h"
 #include "common/text.h"
-#include "trainer/loops/rows.h"
+#include "trainer/products/rows.h"
 #include "trainer/models/cnn.h"
-#include "trainer/run/train_internal.h"
+#include "trainer/run/internal.h"
 
 enum { TEST_BATCH = 1000 };
 
