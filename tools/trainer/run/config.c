@@ -221,7 +221,7 @@ int run_each_option(const struct run_config *config, run_option_visitor *visit, 
     for (int i = -1; i < table.n && !status; i++) {
         const struct option *option = i < 0 ? &run_recipe_option : &table.rows[i];
         if (!(option->flags & (OPTION_SAVED | OPTION_IDENTITY))) continue;
-        struct text text = {0};
+        hstep_buffer text = {0};
         args_text(&group, option, &text);
         status = text.failed ? -1 : visit(context, option, text_string(&text));
         text_free(&text);

@@ -39,9 +39,9 @@ static int refuse_occupied(struct run *run)
     int status = 0;
     const char *name;
     for (int i = 0; !status && (name = checkpoint_file_name(i)) != NULL; i++) {
-        struct text path = {0};
+        hstep_buffer path = {0};
         struct stat file;
-        text_add(&path, "%s/%s", c->checkpoint, name);
+        hstep_append_format(&path, "%s/%s", c->checkpoint, name);
         if (path.failed) status = run_fail(run, "out of memory");
         else if (lstat(path.data, &file) == 0)
             status = run_fail(
@@ -58,12 +58,12 @@ static int check_paths(struct run *run)
     enum { OUTPUTS = 16 };
     const struct run_config *c = run->config;
     struct named_path outputs[OUTPUTS] = {{"--log", c->log}};
-    struct text path[OUTPUTS] = {{0}};
+    hstep_buffer path[OUTPUTS] = {{0}};
     const char *name;
     int n = 1, failed = 0;
     for (int i = -1; c->checkpoint && n < OUTPUTS && (name = i < 0 ? "manifest.json" : checkpoint_file_name(i)) != NULL;
          i++, n++) {
-        text_add(&path[n], "%s/%s", c->checkpoint, name);
+        hstep_append_format(&path[n], "%s/%s", c->checkpoint, name);
         failed |= path[n].failed;
         outputs[n] = (struct named_path){"--checkpoint", text_string(&path[n])};
     }
@@ -82,7 +82,8 @@ static int check_text(void *context, const struct option *option, const char *va
 {
     struct run *run = context;
     size_t n = strlen(value), i = 0, length = 1;
-    while (i < n && (length = text_utf8_length(value + i, n - i)) != 0) i += length;
+    uint32_t number;
+    while (i < n && (length = hstep_utf8(value + i, n - i, &number)) != 0) i += length;
     if (length) return 0;
     /* `value` holds one name per line. The error shows the one that is not UTF-8. */
     size_t begin = i;
@@ -144,7 +145,7 @@ static int keep_option(void *context, const struct option *option, const char *v
 }
 
 /* Writes trainer.json for the current state of the run. Returns 0, or -1 if out of memory. */
-static int trainer_text(const struct run *run, struct text *text)
+static int trainer_text(const struct run *run, hstep_buffer *text)
 {
     char hash[2][24];
     snprintf(hash[0], sizeof hash[0], "%016llx", (unsigned long long)run->data->data_hash);
@@ -219,7 +220,7 @@ static int read_back(struct run *run, const char *trainer)
 static int save(struct run *run, const struct holding *whole)
 {
     const struct run_config *c = run->config;
-    struct text trainer = {0};
+    hstep_buffer trainer = {0};
     char note[1024];
     int status = trainer_text(run, &trainer) == 0 ? 0 : run_fail(run, "out of memory");
     if (!status) {
