@@ -902,6 +902,10 @@ static void test_polish(void)
         CHECK(hstep_make_directory(path, &created, &error) && strstr(text, strerror(answers[i])), "a file: %s", text);
     }
     mkdir_says = 0;
+    char text[512];
+    hstep_error error = hstep_make_error(text, sizeof text);
+    int created = 1;
+    CHECK(hstep_make_directory(path, &created, &error) && !created && strstr(text, "Not a directory"), "%s", text);
 }
 
 /* ---- Checkpoints ------------------------------------------------------------------------------------------------- */

@@ -1,4 +1,5 @@
-/* The operating system as POSIX has it. A port to another system rewrites this file and store/engine.c. */
+/* The operating system as POSIX has it. A port to another system rewrites this file and store/engine.c. It
+ * has over 500 lines, so that nothing else needs a port. */
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -39,18 +40,25 @@ static int read_link(const char *path, char *target, size_t size)
     return 1;
 }
 
+const char *hstep_reason(const char *path, char *text, size_t size)
+{
+    char target[512];
+    struct stat status;
+    const int number = errno;
+    /* The system's own words for a link to nothing are "No such file" or "File exists". */
+    if ((number != ENOENT && number != EEXIST) || !stat(path, &status) || !read_link(path, target, sizeof target))
+        return error_text(number, text, size);
+    snprintf(text, size, "it is a link to %s, which does not exist", target);
+    return text;
+}
+
 int hstep_fail_system(hstep_error *error, const char *what, const char *path)
 {
-    char text[256], target[512];
-    struct stat status;
-    int number = errno;
+    char text[600];
+    const int number = errno;
     error->not_found = number == ENOENT || number == ENOTDIR;
-    /* The system's own words for a link to nothing are "No such file" or "File exists". */
-    if ((number == ENOENT || number == EEXIST) && stat(path, &status) && read_link(path, target, sizeof target))
-        return io_fail(error, HALFSTEP_ERROR_IO, "cannot %s %s: it is a link to %s, which does not exist", what, path,
-                       target);
     return io_fail(error, number == ENOMEM ? HALFSTEP_ERROR_MEMORY : HALFSTEP_ERROR_IO, "cannot %s %s: %s", what, path,
-                   error_text(number, text, sizeof text));
+                   hstep_reason(path, text, sizeof text));
 }
 
 static int open_retrying(const char *path, int flags, mode_t mode)
@@ -329,10 +337,10 @@ int hstep_make_directory(const char *path, int *created, hstep_error *error)
 {
     struct stat status;
     *created = !mkdir(path, 0777);
-    int number = errno;
+    const int number = errno, exists = !*created && !stat(path, &status);
     /* A read-only or automatic mount may refuse to make a directory that is there by other errors than EEXIST. */
-    if (*created || (!stat(path, &status) && S_ISDIR(status.st_mode))) return HALFSTEP_OK;
-    errno = number;
+    if (*created || (exists && S_ISDIR(status.st_mode))) return HALFSTEP_OK;
+    errno = exists && number == EEXIST ? ENOTDIR : number;
     return hstep_fail_system(error, "create directory", path);
 }
 
@@ -348,6 +356,14 @@ int hstep_sync_directory(const char *path, hstep_error *error)
     if (sync_retrying(fd) && errno != EINVAL && errno != ENOTSUP)
         code = hstep_fail_system(error, "sync directory", path);
     close_once(fd);
+    return code;
+}
+
+int hstep_sync_parent(const char *path, hstep_error *error)
+{
+    char *parent = hstep_parent_path(path);
+    int code = parent ? hstep_sync_directory(parent, error) : io_fail_memory(error);
+    free(parent);
     return code;
 }
 

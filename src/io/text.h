@@ -167,11 +167,13 @@ static inline int hstep_reserve(hstep_buffer *buffer, size_t bytes)
     return !buffer->failed;
 }
 
+/* Appends bytes. A zero byte follows them, which does not count. */
 static inline void hstep_append(hstep_buffer *buffer, const void *data, size_t bytes)
 {
-    if (!hstep_reserve(buffer, bytes)) return;
+    if (!hstep_reserve(buffer, bytes + 1)) return;
     if (bytes) memcpy(buffer->data + buffer->bytes, data, bytes);
     buffer->bytes += bytes;
+    buffer->data[buffer->bytes] = 0;
 }
 
 static inline void hstep_append_text(hstep_buffer *buffer, const char *text)
@@ -194,15 +196,25 @@ __attribute__((format(printf, 2, 3))) static inline void hstep_append_format(hst
     buffer->bytes += (size_t)length;
 }
 
+/* Appends the UTF-8 character at text, or U+FFFD for a byte that begins none. Returns how many bytes were taken. */
+static inline size_t hstep_append_character(hstep_buffer *buffer, const char *text, size_t bytes)
+{
+    uint32_t number;
+    const size_t length = hstep_utf8(text, bytes, &number);
+    hstep_append(buffer, length ? text : "\xef\xbf\xbd", length ? length : 3);
+    return length ? length : 1;
+}
+
 /* Appends the text as a JSON string, with quotes. */
 static inline void hstep_append_json(hstep_buffer *buffer, const char *text)
 {
     hstep_append(buffer, "\"", 1);
-    for (; *text; text++) {
-        unsigned char c = (unsigned char)*text;
-        if (c == '"' || c == '\\') hstep_append(buffer, "\\", 1);
-        if (c < 0x20) hstep_append_format(buffer, "\\u%04x", c);
-        else hstep_append(buffer, text, 1);
+    for (size_t left = strlen(text), length = 1; left; text += length, left -= length) {
+        const unsigned char c = (unsigned char)*text;
+        length = 1;
+        if (c == '"' || c == '\\') hstep_append_format(buffer, "\\%c", c);
+        else if (c < 0x20) hstep_append_format(buffer, "\\u%04x", c);
+        else length = hstep_append_character(buffer, text, left);
     }
     hstep_append(buffer, "\"", 1);
 }

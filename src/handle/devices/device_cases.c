@@ -251,13 +251,6 @@ int hstep_describe_fused(halfstep_optimizer *o, const halfstep_optimizer *asking
 
 /* ---- Values ---- */
 
-static uint64_t mix(uint64_t z)
-{
-    z = (z ^ (z >> 30)) * UINT64_C(0xbf58476d1ce4e5b9);
-    z = (z ^ (z >> 27)) * UINT64_C(0x94d049bb133111eb);
-    return z ^ (z >> 31);
-}
-
 /* Returns an fp32 pattern: most have magnitudes of 2^-4 to 2^-19; others are larger, smaller, subnormal, zero, or
  * powers of two. */
 static uint32_t pattern(uint64_t r)
@@ -292,11 +285,11 @@ static void fill_packed(char *data, const struct hstep_tensor *t, const struct h
 {
     const int64_t blocks = hstep_blocks_per_row(t, t->slot[HALFSTEP_SLOT_WEIGHT].format);
     for (int64_t b = 0; b < t->n_rows * blocks; b++, data += hstep_packed_bytes(f)) {
-        const uint64_t r = mix(mix((uint64_t)b * UINT64_C(0x9e3779b97f4a7c15) + seed) + t->id);
+        const uint64_t r = hstep_mix(hstep_mix((uint64_t)b * UINT64_C(0x9e3779b97f4a7c15) + seed) + t->id);
         const uint32_t scale = largest && b % 7 == 3 ? 0x7b800000 : pattern(r) & 0x7fffffff;
         hstep_scale_store(HSTEP_SCALE_BF16, data, 0, scale);
         for (int64_t i = 0; i < f->block; i++) {
-            const int code = (int)(mix(r + (uint64_t)i) % 255) - 127;
+            const int code = (int)(hstep_mix(r + (uint64_t)i) % 255) - 127;
             data[f->scale_bits / 8 + i] = (char)(b % blocks * f->block + i < t->n_columns ? code : 0);
         }
     }
@@ -318,7 +311,7 @@ void hstep_fill_case(char *data, const halfstep_optimizer *o, int tensor, int sl
         return;
     }
     for (int64_t i = 0; i < n; i++) {
-        const uint64_t r = mix(mix((uint64_t)i * UINT64_C(0x9e3779b97f4a7c15) + seed) + (uint64_t)tensor);
+        const uint64_t r = hstep_mix(hstep_mix((uint64_t)i * UINT64_C(0x9e3779b97f4a7c15) + seed) + (uint64_t)tensor);
         const uint32_t zero = slot == HALFSTEP_SLOT_GRADIENT && (i / 32 + (int64_t)seed) % 11 == 0;
         uint32_t bits = zero ? 0 : pattern(r);
         uint16_t code = half ? zero ? 0 : half_pattern(r) : (uint16_t)(bits >> 16);

@@ -57,15 +57,6 @@ static int remove_leftovers(halfstep_checkpoint_save *save, hstep_error *error)
     return code;
 }
 
-/* Syncs the parent of a new directory, because without that a loss of power can lose the directory. */
-static int sync_parent(const char *path, hstep_error *error)
-{
-    char *parent = hstep_parent_path(path);
-    int code = parent ? hstep_sync_directory(parent, error) : io_fail_memory(error);
-    free(parent);
-    return code;
-}
-
 /* Fails if dir is itself a checkpoint. Saving into DIR/checkpoint-N instead of DIR would replace the manifest that
  * makes checkpoint-N loadable. */
 static int check_not_generation(const char *dir, hstep_error *error)
@@ -106,7 +97,7 @@ int halfstep_begin_checkpoint(halfstep_checkpoint_save **save, const char *dir, 
 
     int code = (made->dir = hstep_copy(dir)) ? HALFSTEP_OK : io_fail_memory(&error);
     if (!code) code = hstep_make_directory(dir, &made->created_dir, &error);
-    if (!code && made->created_dir && !made->options.no_sync) code = sync_parent(dir, &error);
+    if (!code && made->created_dir && !made->options.no_sync) code = hstep_sync_parent(dir, &error);
     if (!code) {
         code = hstep_lock_directory(&made->lock, dir, HSTEP_LOCK_EXCLUSIVE, &busy, &error);
         if (busy)

@@ -1,9 +1,9 @@
-/* One training run of the digit network, with the same configuration, progress and result as train.h. */
-#ifndef HALFSTEP_TRAIN_MNIST_H
-#define HALFSTEP_TRAIN_MNIST_H
+/* One training run of the digit network, with the same configuration, progress and result as run.h. */
+#ifndef HALFSTEP_MNIST_H
+#define HALFSTEP_MNIST_H
 
 #include "trainer/data/idx.h"
-#include "trainer/run/train.h"
+#include "trainer/run/run.h"
 
 /* Lists the options of such a run: its own, and those of train lm that make sense here. They set struct run_config. */
 void mnist_options_init(struct run_options *options);

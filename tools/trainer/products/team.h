@@ -4,8 +4,8 @@
 
 #include <stdatomic.h>
 
-#include "trainer/loops/matmul.h"
-#include "trainer/loops/parallel.h"
+#include "trainer/products/matmul.h"
+#include "trainer/products/parallel.h"
 
 struct team {
     struct parallel *pool;

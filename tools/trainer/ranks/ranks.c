@@ -1,5 +1,5 @@
 #define HALFSTEP_ADVANCED
-#include "trainer/ranks/train_ranks.h"
+#include "trainer/ranks/ranks.h"
 
 #include <math.h>
 #include <stdio.h>

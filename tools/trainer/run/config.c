@@ -10,7 +10,7 @@
 #include "trainer/files/checkpoint.h"
 #include "trainer/files/model_files.h"
 #include "trainer/files/trainer_file.h"
-#include "trainer/run/train.h"
+#include "trainer/run/run.h"
 
 /* ---- Options ----------------------------------------------------------------------------------------------------- */
 
@@ -209,6 +209,24 @@ void run_options_init(struct run_options *options)
             if (halfstep_get_hyper_info(rule, i, &hyper) == HALFSTEP_OK) add_hyper(options, info.name, &hyper);
         }
     }
+}
+
+int run_each_option(const struct run_config *config, run_option_visitor *visit, void *context)
+{
+    struct run_options table;
+    struct run_config copy = *config;
+    run_options_init(&table);
+    const struct option_group group = {"", table.rows, table.n, &copy};
+    int status = 0;
+    for (int i = -1; i < table.n && !status; i++) {
+        const struct option *option = i < 0 ? &run_recipe_option : &table.rows[i];
+        if (!(option->flags & (OPTION_SAVED | OPTION_IDENTITY))) continue;
+        hstep_buffer text = {0};
+        args_text(&group, option, &text);
+        status = text.failed ? -1 : visit(context, option, text_string(&text));
+        text_free(&text);
+    }
+    return status;
 }
 
 /* ---- From options to a configuration ----------------------------------------------------------------------------- */

@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "trainer/ranks/train_ranks.h"
+#include "trainer/ranks/ranks.h"
 
 /* Adds to `*changed` the number of weights of one tensor that are no longer what they were first. Returns true on
  * failure, with a text in `why` unless memory is out. */

@@ -1,4 +1,4 @@
-#include "trainer/loops/conv.h"
+#include "trainer/products/conv.h"
 
 #include <string.h>
 

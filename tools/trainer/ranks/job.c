@@ -6,7 +6,7 @@
 
 #include "common/hash.h"
 #include "common/paths.h"
-#include "trainer/ranks/train_ranks.h"
+#include "trainer/ranks/ranks.h"
 
 enum { WORD = 256 };
 

@@ -10,8 +10,8 @@
  *   status = train_run(&config, &data, &progress, &result, error, sizeof error);
  *   run_result_document(&document, &result);
  *   run_result_free(&result); run_data_free(&data); args_free(&args); */
-#ifndef HALFSTEP_TRAIN_H
-#define HALFSTEP_TRAIN_H
+#ifndef HALFSTEP_RUN_H
+#define HALFSTEP_RUN_H
 
 #include <stddef.h>
 #include <stdint.h>
@@ -77,6 +77,10 @@ struct run_options {
 void run_options_init(struct run_options *options);
 /* --recipe, which sets `recipe` of struct run_config. */
 extern const struct option run_recipe_option;
+/* Calls `visit` for each option that a checkpoint keeps, with its value as text. Stops at the first result that is not
+ * 0 and returns it. Returns -1 if out of memory. */
+typedef int run_option_visitor(void *context, const struct option *option, const char *value);
+int run_each_option(const struct run_config *config, run_option_visitor *visit, void *context);
 
 /* Completes the configuration after args_parse(). --resume takes all options that were not given from the checkpoint.
  * --init takes the model's sizes from its files. Then come the defaults that depend on other options. `config` is the

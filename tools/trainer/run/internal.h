@@ -1,7 +1,7 @@
-/* Shared by the files of one training run: train_build.c builds a run, train_resume.c saves and loads its checkpoints,
- * train.c trains. */
-#ifndef HALFSTEP_TRAIN_INTERNAL_H
-#define HALFSTEP_TRAIN_INTERNAL_H
+/* Shared by the files of one training run: build.c builds a run, loop.c trains, save.c and resume.c save and load its
+ * checkpoints. */
+#ifndef HALFSTEP_RUN_INTERNAL_H
+#define HALFSTEP_RUN_INTERNAL_H
 
 #include "halfstep.h"
 
@@ -9,11 +9,11 @@
 #include "common/tree.h"
 #include "trainer/files/checkpoint.h"
 #include "trainer/files/run_lock.h"
-#include "trainer/run/train.h"
+#include "trainer/run/run.h"
 
 enum { NORM_PIECE = 1 << 16 };
 
-/* The part of a run that only several processes use (train_ranks.h). */
+/* The part of a run that only several processes use (ranks.h). */
 struct rows;
 struct ranks {
     struct rows *rows; /* [tensor * ranks + rank] */
@@ -48,7 +48,7 @@ struct run {
     int32_t rule;           /* index of the rule in the library's table */
     int tensors, threads, gradient_dtype;
     int adds_up;     /* micro-steps add their gradients up in buffers, and the step reads the sums */
-    int by_tree;     /* ... in the order of a tree, see train_tree.c */
+    int by_tree;     /* ... in the order of a tree, see tree.c */
     int streams;     /* the model hands out one tensor's gradient at a time and keeps none */
     int has_average; /* the rule evaluates an average of the weights that it trains */
     unsigned char *weight_memory, *gradient_memory;
@@ -111,10 +111,6 @@ int run_allocate(struct run *run, int32_t slot, size_t stagger, unsigned char **
 /* Adds the rows of each tensor that this rank steps. */
 int run_add_tensors(struct run *run);
 int run_build(struct run *run);
-/* Calls `visit` for each option that a checkpoint keeps, with its value as text. Stops at the first result that is not
- * 0 and returns it. Returns -1 if out of memory. */
-typedef int run_option_visitor(void *context, const struct option *option, const char *value);
-int run_each_option(const struct run_config *config, run_option_visitor *visit, void *context);
 /* Micro-steps added up along a tree. run_tree_open() allocates the buffers, run_tree_take() adds one gradient, and
  * run_tree_slot() returns a tensor's place in a buffer. */
 int run_tree_open(struct run *run);
@@ -136,7 +132,7 @@ int run_agree(struct run *run, int status);
 /* Saves a checkpoint and reads it back to verify it. Collective. */
 int run_save(struct run *run);
 
-/* train_outcome.c. Returns the weights to evaluate with: the stored weights, or fp32 copies of the average if the rule
+/* outcome.c. Returns the weights to evaluate with: the stored weights, or fp32 copies of the average if the rule
  * keeps one. The caller frees `*copies`. Returns NULL after an error. Collective. */
 const struct lm_weight *run_eval_weights(struct run *run, void **copies);
 /* Returns the mean loss of the last steps in the history, those before a resume included. NaN without any step. */

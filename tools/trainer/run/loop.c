@@ -1,4 +1,4 @@
-#include "trainer/run/train.h"
+#include "trainer/run/run.h"
 
 #include <errno.h>
 #include <math.h>
@@ -7,7 +7,7 @@
 #include <string.h>
 
 #include "common/interrupt.h"
-#include "trainer/ranks/train_ranks.h"
+#include "trainer/ranks/ranks.h"
 
 enum { SKIPS_IN_A_ROW = 20, LOSS_MEAN_STEPS = 20 };
 

@@ -3,7 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "trainer/run/train_internal.h"
+#include "trainer/run/internal.h"
 
 static int build_adder(struct run *run)
 {

@@ -7,7 +7,7 @@
 #include <unistd.h>
 
 #include "io/json.h"
-#include "trainer/run/train.h"
+#include "trainer/run/run.h"
 
 /* ---- History ----------------------------------------------------------------------------------------------------- */
 

@@ -2,7 +2,7 @@
 #include <stdio.h>
 
 #include "trainer/files/checkpoint.h"
-#include "trainer/run/train.h"
+#include "trainer/run/run.h"
 
 struct lm_config run_shape(const struct run_config *config)
 {

@@ -3,7 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "trainer/ranks/train_ranks.h"
+#include "trainer/ranks/ranks.h"
 
 int ranks_make_whole(struct run *run, int with_states, struct holding *whole)
 {

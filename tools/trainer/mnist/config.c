@@ -4,7 +4,7 @@
 
 #include "common/hash.h"
 #include "trainer/data/digits.h"
-#include "trainer/mnist/train_mnist.h"
+#include "trainer/mnist/mnist.h"
 
 enum { DRAWN_TRAIN = 60000, DRAWN_TEST = 10000, TRAIN_PART = 0, TEST_PART = 1 };
 

@@ -1,4 +1,4 @@
-#include "trainer/loops/parallel.h"
+#include "trainer/products/parallel.h"
 
 #include <pthread.h>
 #include <stdatomic.h>

@@ -1,4 +1,4 @@
-#include "trainer/mnist/train_mnist.h"
+#include "trainer/mnist/mnist.h"
 
 #include <errno.h>
 #include <math.h>
@@ -9,9 +9,9 @@
 #include "common/interrupt.h"
 #include "common/paths.h"
 #include "common/text.h"
-#include "trainer/loops/rows.h"
+#include "trainer/products/rows.h"
 #include "trainer/models/cnn.h"
-#include "trainer/run/train_internal.h"
+#include "trainer/run/internal.h"
 
 enum { TEST_BATCH = 1000 };
 
@@ -78,14 +78,14 @@ static int initialize(struct mnist_run *m)
 static int open_log(struct mnist_run *m)
 {
     struct run *run = &m->run;
-    struct text header = {0};
+    hstep_buffer header = {0};
     const halfstep_rule_info rule = rule_info(run->rule);
-    text_add(&header,
-             "epoch,step,train_loss,test_loss,test_accuracy,lr,gradient_norm,images_per_s,seconds,skipped_steps");
+    hstep_append_format(
+        &header, "epoch,step,train_loss,test_loss,test_accuracy,lr,gradient_norm,images_per_s,seconds,skipped_steps");
     for (int i = 0; i < run->tensors; i++) {
         struct cnn_tensor info;
         cnn_tensor_info(&m->shape, i, &info);
-        for (int s = 0; s < rule.scalars; s++) text_add(&header, ",%s/%s", info.name, rule.scalar_name[s]);
+        for (int s = 0; s < rule.scalars; s++) hstep_append_format(&header, ",%s/%s", info.name, rule.scalar_name[s]);
     }
     if (header.failed) run_fail(run, "out of memory");
     else run->log = log_create(run->config->log, header.data, run->error, run->error_bytes);
@@ -277,26 +277,27 @@ static double gradient_norm(struct mnist_run *m)
     return sqrt(sum) / run->config->loss_scale;
 }
 
-static void add_number(struct text *line, double value, int digits)
+static void add_number(hstep_buffer *line, double value, int digits)
 {
-    if (isnan(value)) text_add(line, ",");
-    else text_add(line, ",%.*g", digits, value);
+    if (isnan(value)) hstep_append_format(line, ",");
+    else hstep_append_format(line, ",%.*g", digits, value);
 }
 
 static void write_log(struct mnist_run *m, const struct run_point *point)
 {
     struct run *run = &m->run;
     size_t last = run->result->history.n_validations - 1;
-    struct text line = {0};
+    hstep_buffer line = {0};
     const halfstep_rule_info rule = rule_info(run->rule);
-    text_add(&line, "%lld,%lld", (long long)m->epoch, (long long)run->step);
+    hstep_append_format(&line, "%lld,%lld", (long long)m->epoch, (long long)run->step);
     add_number(&line, point->train_loss, 8);
     add_number(&line, run->result->history.validation[last].loss, 8);
     add_number(&line, m->result->accuracy[last], 8);
     add_number(&line, point->lr, 8);
     add_number(&line, m->epoch ? gradient_norm(m) : NAN, 8);
     add_number(&line, run->trained_seconds > 0 ? (double)m->images_in_all / run->trained_seconds : NAN, 6);
-    text_add(&line, ",%.3f,%llu", point->seconds, (unsigned long long)halfstep_skipped_steps(run->optimizer));
+    hstep_append_format(&line, ",%.3f,%llu", point->seconds,
+                        (unsigned long long)halfstep_skipped_steps(run->optimizer));
     halfstep_record record = {.struct_size = sizeof record, .kind = HALFSTEP_RECORD_TENSOR};
     for (record.index = 0; record.index < run->tensors; record.index++) {
         if (m->epoch) halfstep_get_record(run->optimizer, &record);

@@ -7,7 +7,7 @@
 
 #include HSTEP_VEC_HEADER
 
-#include "trainer/loops/row_kernels.h"
+#include "trainer/products/row_kernels.h"
 #include "trainer/models/llama.h"
 
 /* 16 consecutive values, the same number for all instruction sets. */
@@ -408,5 +408,5 @@ static float row_cross_entropy_(float *logits, int target, float factor, int n)
 #define ROW(name, parameters, arguments) .name = row_##name##_,
 #define ROW_FLOAT ROW
 const struct row_kernels ROW_KERNELS(HSTEP_ISA) = {
-#include "trainer/loops/rows.def"
+#include "trainer/products/rows.def"
 };

@@ -1,4 +1,4 @@
-#include "trainer/loops/team.h"
+#include "trainer/products/team.h"
 
 #include <stdio.h>
 #include <stdlib.h>

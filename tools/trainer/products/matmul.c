@@ -1,4 +1,4 @@
-#include "trainer/loops/matmul.h"
+#include "trainer/products/matmul.h"
 
 #include <dlfcn.h>
 #include <oneapi/dnnl/dnnl.h>
@@ -9,7 +9,7 @@
 #include <sys/mman.h>
 
 #include "common/text.h"
-#include "trainer/loops/rows.h"
+#include "trainer/products/rows.h"
 #include "trainer/models/llama.h"
 
 enum { SLOTS = 512, FULL = 384 };

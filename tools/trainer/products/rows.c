@@ -1,4 +1,4 @@
-#include "trainer/loops/rows.h"
+#include "trainer/products/rows.h"
 
 #include <math.h>
 #include <stdatomic.h>
@@ -6,8 +6,10 @@
 #include <string.h>
 
 #include "halfstep.h"
+
+#include "base/rng.h"
 #include "common/text.h"
-#include "trainer/loops/row_kernels.h"
+#include "trainer/products/row_kernels.h"
 
 /* The build defines the instruction sets that row_kernels.c was compiled for: -DROW_ISAS="X(scalar) X(avx2)". */
 #define X(isa) extern const struct row_kernels ROW_KERNELS(isa);
@@ -46,7 +48,7 @@ static const struct row_kernels *kernels(void)
     void row_##name parameters { kernels()->name arguments; }
 #define ROW_FLOAT(name, parameters, arguments) \
     float row_##name parameters { return kernels()->name arguments; }
-#include "trainer/loops/rows.def"
+#include "trainer/products/rows.def"
 
 double exact_log(double x)
 {
@@ -99,18 +101,11 @@ void exact_sincos(double x, double *sine, double *cosine)
     }
 }
 
-static uint64_t mix(uint64_t x)
-{
-    x = (x ^ x >> 30) * UINT64_C(0xBF58476D1CE4E5B9);
-    x = (x ^ x >> 27) * UINT64_C(0x94D049BB133111EB);
-    return x ^ x >> 31;
-}
-
 uint64_t hash_counters(uint64_t seed, uint64_t a, uint64_t b, uint64_t c)
 {
     const uint64_t step = UINT64_C(0x9E3779B97F4A7C15);
-    uint64_t h = mix(seed + step);
-    h = mix((h ^ a) + step);
-    h = mix((h ^ b) + step);
-    return mix((h ^ c) + step);
+    uint64_t h = hstep_mix(seed + step);
+    h = hstep_mix((h ^ a) + step);
+    h = hstep_mix((h ^ b) + step);
+    return hstep_mix((h ^ c) + step);
 }

@@ -1,12 +1,12 @@
 #define HALFSTEP_ADVANCED
-#include "trainer/run/train_internal.h"
+#include "trainer/run/internal.h"
 
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "trainer/ranks/train_ranks.h"
+#include "trainer/ranks/ranks.h"
 
 int run_fail(struct run *run, const char *format, ...)
 {

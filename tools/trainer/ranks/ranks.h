@@ -8,11 +8,11 @@
  *
  * Collective means that every rank makes the call. Functions return 0, or 1 with the error text of the run. In a single
  * process they do that process's work, or nothing. */
-#ifndef HALFSTEP_TRAIN_RANKS_H
-#define HALFSTEP_TRAIN_RANKS_H
+#ifndef HALFSTEP_RANKS_H
+#define HALFSTEP_RANKS_H
 
 #include "trainer/ranks/dist.h"
-#include "trainer/run/train_internal.h"
+#include "trainer/run/internal.h"
 
 struct rows {
     int64_t first, n;

@@ -2,12 +2,12 @@
 #ifndef HALFSTEP_ROW_KERNELS_H
 #define HALFSTEP_ROW_KERNELS_H
 
-#include "trainer/loops/rows.h"
+#include "trainer/products/rows.h"
 
 #define ROW(name, parameters, arguments) void(*name) parameters;
 #define ROW_FLOAT(name, parameters, arguments) float(*name) parameters;
 struct row_kernels {
-#include "trainer/loops/rows.def"
+#include "trainer/products/rows.def"
 };
 #undef ROW
 #undef ROW_FLOAT

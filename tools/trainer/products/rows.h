@@ -36,7 +36,7 @@ struct row_softmax {
 
 #define ROW(name, parameters, arguments) void row_##name parameters;
 #define ROW_FLOAT(name, parameters, arguments) float row_##name parameters;
-#include "trainer/loops/rows.def"
+#include "trainer/products/rows.def"
 #undef ROW
 #undef ROW_FLOAT
 
