@@ -326,7 +326,7 @@ static int declare_settings(const declaring *d, const record *r)
     for (size_t i = 0; i < r->setting_count && !code; i++) {
         const setting *s = &r->settings[i];
         char number[HSTEP_NUMBER_BYTES];
-        if (!s->choice[HERE]) hstep_write_double(number, s->number[HERE], 0);
+        if (!s->choice[HERE]) hstep_write_double(number, s->number[HERE]);
         code = declare(d, setting_key(s), s->choice[HERE] ? s->choice[HERE] : number);
     }
     for (int32_t g = 0; g < r->group_count && !code; g++)
@@ -371,7 +371,7 @@ static int declare_tensor_numbers(const declaring *d, const record *r)
         hstep_buffer scalars = {0};
         for (int32_t k = 0; k < t->scalars; k++) {
             char number[HSTEP_NUMBER_BYTES];
-            hstep_write_double(number, *scalar_of(t, k, HERE), 1);
+            hstep_write_double(number, *scalar_of(t, k, HERE));
             hstep_append_format(&scalars, "%s%s %s", k ? " " : "", t->scalar[k].name, number);
         }
         hstep_append(&scalars, "", 1);
@@ -385,7 +385,7 @@ static int declare_tensor_numbers(const declaring *d, const record *r)
 static int declare_numbers(const declaring *d, const record *r)
 {
     char norm[HSTEP_NUMBER_BYTES];
-    hstep_write_double(norm, r->numbers[HERE].gradient_norm, 1);
+    hstep_write_double(norm, r->numbers[HERE].gradient_norm);
     int code = declare(d, hstep_copy("format"), HSTEP_OPTIMIZER_FORMAT);
     if (!code) code = declare_recipe(d, r);
     if (!code) code = declare_uint64(d, hstep_copy("skipped_steps"), r->numbers[HERE].skipped_steps);
@@ -591,14 +591,15 @@ static int take_other_grid(const char **text, const halfstep_rule_info *rule)
 {
     for (int32_t i = 0; i < rule->states; i++) {
         char name[sizeof((scalar_record *)0)->name];
+        if (rule->state_role[i] != HALFSTEP_ROLE_NONNEG) continue;
         snprintf(name, sizeof name, "%s.grid", rule->state_name[i]);
         if (take_word(text, name)) return 1;
     }
     return 0;
 }
 
-/* Parses "NAME VALUE NAME VALUE ..." and returns 1 if it took all of the text. A name may come once at most, and
- * numbers are finite. Sets bit i of *found for scalar i. */
+/* Parses "NAME VALUE NAME VALUE ..." and returns 1 if it took all of the text. A name may come once at most. Sets bit i
+ * of *found for scalar i. */
 static int parse_scalars(const char *text, const halfstep_rule_info *rule, tensor_record *t, unsigned *found)
 {
     *found = 0;
@@ -607,7 +608,7 @@ static int parse_scalars(const char *text, const halfstep_rule_info *rule, tenso
         double value;
         while (i < t->scalars && !take_word(&text, t->scalar[i].name)) i++;
         if (i == t->scalars ? !take_other_grid(&text, rule) : (int)(*found >> i & 1)) return 0;
-        if (!hstep_read_double(&text, &value) || !(value - value == 0.0)) return 0;
+        if (!hstep_read_double(&text, &value)) return 0;
         if (i < t->scalars) {
             *scalar_of(t, i, IN_FILE) = value;
             *found |= 1u << i;
@@ -626,9 +627,10 @@ static int read_scalars(const loading *l, tensor_record *t)
         *scalar_of(t, i, IN_FILE) = t->scalar[i].is_grid;
         needed |= (unsigned)!t->scalar[i].is_grid << i;
     }
-    if (!t->scalars || t->has_no_steps) return HALFSTEP_OK;
+    if (t->has_no_steps) return HALFSTEP_OK;
     /* Python writes none for a parameter without elements or without a step. */
-    if (!text && (!t->numbers[IN_FILE].state_steps || !t->info.rows || !t->info.row_length)) return HALFSTEP_OK;
+    if (!text && (!t->scalars || !t->numbers[IN_FILE].state_steps || !t->info.rows || !t->info.row_length))
+        return HALFSTEP_OK;
     if ((!text && needed) || (text && !parse_scalars(text, &l->record->groups[t->info.group].rule, t, &found)) ||
         (found & needed) != needed)
         return fail_value(l, "scalars.", t->info.name);
@@ -775,8 +777,7 @@ static int read_steps(const loading *l)
     int code = read_count(l, "skipped_steps", "", &r->numbers[IN_FILE].skipped_steps);
     const char *text = find_value(l, "gradient_norm", "");
     double *norm = &r->numbers[IN_FILE].gradient_norm;
-    if (!code && (!text || !hstep_is_double(text, norm) || !(*norm >= 0.0) || *norm - *norm != 0.0))
-        return fail_value(l, "gradient_norm", "");
+    if (!code && (!text || !hstep_is_double(text, norm) || !(*norm >= 0.0))) return fail_value(l, "gradient_norm", "");
     return code;
 }
 
