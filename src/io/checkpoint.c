@@ -6,6 +6,7 @@
 #include "base/structs.h"
 #include "io/files.h"
 #include "io/json.h"
+#include "io/numbers.h"
 #include "io/parts.h"
 
 #define HSTEP_MANIFEST "manifest.json"
@@ -187,13 +188,6 @@ static int is_temporary_name(const char *name)
     return rest && !*rest;
 }
 
-static int parse_crc(const char *text, uint64_t *crc)
-{
-    if (strlen(text) != 16 || strspn(text, "0123456789abcdef") != 16) return 0;
-    *crc = strtoull(text, NULL, 16);
-    return 1;
-}
-
 /* Parsers return 1, or 0 for malformed text, or -1 when memory is short. */
 static int parse_file(hstep_json *json, manifest *m)
 {
@@ -209,7 +203,8 @@ static int parse_file(hstep_json *json, manifest *m)
                                                        : 0;
         if (!good) return 0;
     } while (hstep_json_take(json, ','));
-    if (!hstep_json_expect(json, '}') || !name || !is_file_name(name) || !sized || !crc || !parse_crc(crc, &record.crc))
+    if (!hstep_json_expect(json, '}') || !name || !is_file_name(name) || !sized || !crc ||
+        !hstep_read_sum(&crc, &record.crc) || *crc)
         return 0;
     if (!hstep_grow((void **)&m->files, m->file_count, &m->file_capacity, sizeof record)) return -1;
     record.name = name;
