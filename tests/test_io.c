@@ -415,6 +415,8 @@ static const reader_case reader_cases[] = {
     {"{'a':{'x':{'shape':[9]},'dtype':'F32','y':null,'shape':[1],'y':'','data_offsets':[0,4]}}", 4, NULL},
     {"{'a':{'dtype':'F32','shape':[1],'data_offsets':[0,4],'x':}}", 4, "header"},
     {"{'a':{'dtype':'F32','shape':[1],'data_offsets':[0,4],'x':NaN}}", 4, "header"},
+    {"{'a':{'x':1", 0, "expected ',' or '}'"}, /* the header ends within a number */
+    {"{'a':{'shape':[1", 0, "expected ',' or ']'"},
     {"{'a':['F32',[1],[0,4]]}", 4, "expected '{'"},
     {"{'x':null}", 0, "expected '{'"},
     {"{'a':{'dtype':7,'shape':[1],'data_offsets':[0,4]}}", 4, "expected a string"},

@@ -559,7 +559,7 @@ static const struct {
     {INNER, "halfstep-checkpoint", "checkpoint", OTHER},
     {INNER, "'sequence': 2", "'sequence': 2, 'current': 'checkpoint-4'", OTHER},
     {INNER, "'step': 4", "'step': -4", "plain decimal"},
-    {INNER, "'step': 4", "'step': 9223372036854775808", "too large"},
+    {INNER, "'step': 4", "'step': 9223372036854775808", "plain decimal integer from 0 to 2^63 - 1"},
     {INNER, "'step': 4", "'step': 4, 'step': 4", OTHER},
     {INNER, "'step'", "'steps'", OTHER},
     {INNER, "[", "{", "expected '['"},

@@ -34,10 +34,10 @@ def _tensors(groups, names):
     metadata = {
         "format": FORMAT,
         "rule": _rules(groups),
-        "seed": str(first.get("seed", 0)),
+        "seed": str(first.get("seed", 0) % 2**64),
         "generator": first["generator"],
         "skipped_steps": str(first.get("skipped_steps", 0)),
-        "gradient_norm": float(first.get("last_norm", 0.0)).hex(),
+        "gradient_norm": repr(float(first.get("last_norm", 0.0))),
     }
     tensors = {}
     for g, group in enumerate(groups):
@@ -66,7 +66,7 @@ def _tensors(groups, names):
                 f"{key} {value}" for key, value in counts.items()
             )
             scalars = [
-                f"{key} {_layout.take_number(held, key, name).hex()}"
+                f"{key} {_layout.take_number(held, key, name)!r}"
                 for key in _layout.scalars_of(rule)
                 if key in held
             ]
@@ -153,6 +153,21 @@ def save(parts, path):
 # ---- Reading -------------------------------------------------------------------------------------
 
 
+def count(text):
+    """Returns the whole number that a text spells (docs/checkpoints.md)."""
+    if not re.fullmatch("0|[1-9][0-9]{0,19}", text) or int(text) >= 2**64:
+        raise ValueError
+    return int(text)
+
+
+def number(text):
+    """Returns the double that a text spells (docs/checkpoints.md)."""
+    spelled = re.fullmatch(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?", text)
+    if not spelled or len(text) > 64 or not math.isfinite(float(text)):
+        raise ValueError
+    return float(text)
+
+
 def _needed(metadata, key, path):
     """Returns a text of the metadata. Raises ValueError if it is missing."""
     if key not in metadata:
@@ -162,7 +177,7 @@ def _needed(metadata, key, path):
     return metadata[key]
 
 
-def _parsed(metadata, key, convert, path, *default):
+def parsed(metadata, key, convert, path, *default):
     """Returns a value of the metadata, or the default if it is missing. Raises ValueError if the
     value cannot be read, or if it is missing and there is no default."""
     if default and key not in metadata:
@@ -170,18 +185,20 @@ def _parsed(metadata, key, convert, path, *default):
     text = _needed(metadata, key, path)
     try:
         return convert(text)
-    except (ValueError, OverflowError):
+    except ValueError:
         raise ValueError(f"halfstep: {key!r} of {path} cannot be read: {text!r}") from None
 
 
-def _pairs(convert):
-    """Returns a function that reads "NAME VALUE NAME VALUE" into a dictionary."""
+def _pairs(convert, known):
+    """Returns a function that reads "NAME VALUE NAME VALUE" into a dictionary. Each name must be
+    known, and may come once."""
 
     def read(text):
-        words = text.split()
-        if len(words) % 2 or len(set(words[::2])) != len(words) // 2:
+        words = text.split(" ")
+        names = words[::2]
+        if len(words) % 2 or len(set(names)) != len(names) or not known.issuperset(names):
             raise ValueError
-        return {name: convert(value) for name, value in zip(words[::2], words[1::2])}
+        return {name: convert(value) for name, value in zip(names, words[1::2])}
 
     return read
 
@@ -203,12 +220,15 @@ def _shaped(tensor, laid, over_columns=False):
 
 def _state(file, path, metadata, name, laid, streams):
     """Returns the state of one parameter, or None if the file has none."""
-    numbers = _parsed(metadata, f"counters.{name}", _pairs(int), path, None)
+    counted = [*_layout.COUNTERS, "id"]
+    numbers = parsed(metadata, f"counters.{name}", _pairs(count, set(counted)), path, None)
     if numbers is None:
         return None
-    missing = [key for key in (*_layout.COUNTERS, "id") if key not in numbers]
-    if missing:
-        raise ValueError(f"halfstep: 'counters.{name}' of {path} lacks {', '.join(missing)}")
+    if list(numbers) != counted:
+        raise ValueError(
+            f"halfstep: 'counters.{name}' of {path} has {' '.join(numbers)}; it must have"
+            f" {' '.join(counted)}"
+        )
     recipe = _needed(metadata, f"recipe.{name}", path)
     try:
         packed = _layout.pack_recipe(_abi.recipe_full(recipe))
@@ -217,23 +237,23 @@ def _state(file, path, metadata, name, laid, streams):
             f"halfstep: the states of parameter {name!r} in {path} are of the recipe {recipe!r},"
             " which this library does not have"
         ) from None
-    if not 0 < numbers["id"] < 2**64:
+    if not numbers["id"]:
         raise ValueError(
-            f"halfstep: 'counters.{name}' of {path} has the id {numbers['id']}; ids are from 1 to"
-            " 2**64 - 1"
+            f"halfstep: 'counters.{name}' of {path} has the id 0; ids are from 1 to 2**64 - 1"
         )
+    rule, key = _abi.rules[recipe.partition("/")[0]], f"scalars.{name}"
+    scalars = parsed(metadata, key, _pairs(number, set(_layout.scalars_of(rule))), path, {})
+    lost = [scalar for scalar in rule.scalars if scalar not in scalars]
+    if lost and (key in metadata or numbers["state_steps"] and math.prod(laid)):
+        raise ValueError(f"halfstep: {key!r} of {path} lacks {' '.join(lost)}")
     state = {
         "step": numbers["state_steps"],
         **{key: numbers[key] for key in _layout.COUNTERS},
         "id": numbers["id"],
         "recipe": packed,
-        **_parsed(metadata, f"scalars.{name}", _pairs(float.fromhex), path, {}),
+        **scalars,
     }
-    columns = {
-        s.name
-        for s in _abi.rules[recipe.partition("/")[0]].states
-        if s.extent == _abi.EXTENT_COLUMNS
-    }
+    columns = {s.name for s in rule.states if s.extent == _abi.EXTENT_COLUMNS}
     for stream, key in streams:
         if stream in state:
             raise ValueError(f"halfstep: {path} has a tensor {key!r}, where a number belongs")
@@ -257,7 +277,9 @@ def _weight(file, path, name, p, laid, key):
 def _named(ours, metadata, path):
     """Returns the name in the file for each of our names. Fails if the file lists other tensors
     than this optimizer has."""
-    told = sorted(key.partition(".")[2] for key in metadata if key.startswith("group_of."))
+    told = sorted(
+        {key.partition(".")[2] for key in metadata if key.startswith(("counters.", "group_of."))}
+    )
     found = _names.match(told, ours, os.fspath(path))
     if found is None:
         raise ValueError(
@@ -322,7 +344,12 @@ def _load(parts, path, numbers):
             for i, p in enumerate(group["params"]):
                 name = named[names.of(g, i)]
                 laid = lay(groups.row_of(group).name, p.shape, how_of(group))
-                source = metadata[f"group_of.{name}"]
+                others, source = source, parsed(metadata, f"group_of.{name}", count, path)
+                if others not in (None, source):
+                    raise ValueError(
+                        f"halfstep: {path} has {name!r} in group {source}, and others of its group"
+                        f" here in group {others}: put it into another group"
+                    )
                 if name in weight_keys:
                     weights.append((p, _weight(file, path, name, p, laid, weight_keys[name])))
                 some = () if numbers else streams[name]
@@ -331,11 +358,11 @@ def _load(parts, path, numbers):
                     found["state"][places[p]] = state
                 elif streams[name] or p in groups.state and parts.cache.store is None:
                     raise ValueError(f"halfstep: {path} has no counters of parameter {name!r}")
-            saved["skipped_steps"] = _parsed(metadata, "skipped_steps", int, path)
-            saved["last_norm"] = _parsed(metadata, "gradient_norm", float.fromhex, path)
-            saved["seed"] = _parsed(metadata, "seed", int, path)
+            saved["skipped_steps"] = parsed(metadata, "skipped_steps", count, path)
+            saved["last_norm"] = parsed(metadata, "gradient_norm", number, path)
+            saved["seed"] = parsed(metadata, "seed", count, path)
             if source is not None:  # a group without parameters continues none of the file
-                saved["group_steps"] = _parsed(metadata, f"group.{source}.steps", int, path)
+                saved["group_steps"] = parsed(metadata, f"group.{source}.steps", count, path)
                 _take_hypers(groups, saved, metadata, source, path)
         generator = _needed(metadata, "generator", path)
         _abi.check_choice("generator", generator, f" in {path}")
@@ -345,6 +372,6 @@ def _load(parts, path, numbers):
 def _take_hypers(groups, saved, metadata, source, path):
     """Sets the hyper-parameters of one group from the file."""
     for name in groups.row_of(saved).hypers:
-        value = _parsed(metadata, f"group.{source}.{name}", float, path, None)
+        value = parsed(metadata, f"group.{source}.{name}", number, path, None)
         if value is not None:
             groups.options.take_hyper(saved, name, value)

@@ -5,6 +5,7 @@ import math
 import torch
 
 from . import _abi, _calls, _convert, _layout, _matrices, _names, _sharding
+from ._handles import check_seed
 from ._parameters import described
 
 #: group keys that only this package has
@@ -134,11 +135,7 @@ def check(groups, names):
     ids = {}
     for g, group in enumerate(groups):
         groups.options.check(group)
-        seed = group["seed"]
-        if not _abi.is_count(seed, -(2**63), 2**64 - 1):
-            raise ValueError(
-                f"halfstep: the seed of group {g} is {seed!r}, not a number of 64 bits"
-            )
+        check_seed(group["seed"], f" of group {g}")
         for key in _layout.TOLD:
             _layout.check_told(key, group[key], g)
         hypers = groups.options.hypers(group)

@@ -20,6 +20,7 @@ import torch
 
 from . import _abi, _calls, _convert, _devices, _layout, _sharding
 from ._abi import check, invoke, lib
+from ._files import count, parsed
 from ._sharding import stored
 from ._streams import Stream
 from ._torch import increment_versions, warn_once
@@ -269,7 +270,7 @@ class Store:
         self._tell_differences(groups)
         metadata = commit["metadata"]
         for group in packed:  # a file that the C library has made says so only here
-            group.setdefault("seed", int(metadata["seed"]))
+            group.setdefault("seed", parsed(metadata, "seed", count, self.path))
             group.setdefault("generator", metadata["generator"])
         load({"state": {}, "param_groups": packed})
 

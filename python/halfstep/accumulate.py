@@ -8,7 +8,7 @@ import torch
 
 from . import _abi, _calls, _devices, _names, _sharding
 from ._abi import invoke, lib
-from ._handles import Handle, seed_of
+from ._handles import Handle, check_seed, seed_of
 from ._parameters import (
     PLAIN,
     check_gradient,
@@ -341,7 +341,7 @@ class GradientAccumulator:
 
     def _set_writes(self, writes):
         for (handle, index), n in zip(self._places, writes):
-            handle.count(index, writes=int(n))
+            handle.count(index, writes=n)
 
     def state_dict(self):
         """Returns what a resumed run needs to draw the same random bits, and the sums if there are
@@ -385,7 +385,14 @@ class GradientAccumulator:
                 buffers[i] = _devices.place(_devices.clone(saved), self._devices[i])
             else:
                 buffers[i] = None
-        seed = int(state_dict["seed"])
+        seed = state_dict["seed"]
+        check_seed(seed, " of these sums")
+        for name, writes in state_dict["writes"].items():
+            if not _abi.is_count(writes):
+                raise ValueError(
+                    f"halfstep: the saved writes of {name!r} are {writes!r}; they must be a whole"
+                    " number from 0 to 2**63 - 1"
+                )
         self._set_generator(state_dict.get("generator"))
         for handle in self._handles.values():
             _calls.change(handle, _abi.RECORD_OPTIMIZER, seed=seed & (2**64 - 1))

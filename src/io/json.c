@@ -48,20 +48,14 @@ int hstep_json_expect(hstep_json *json, char mark)
 
 int hstep_json_number(hstep_json *json, uint64_t *number)
 {
-    uint64_t value = 0;
     if (json->problem) return 0;
     skip_blanks(json);
-    size_t start = json->at, at = start;
-    for (; at < json->bytes && json->text[at] >= '0' && json->text[at] <= '9'; at++) {
-        unsigned digit = (unsigned)(json->text[at] - '0');
-        /* The bound is that of signed 64-bit integers, because other readers may have no larger type. */
-        if (value > ((uint64_t)INT64_MAX - digit) / 10) return hstep_json_fail(json, "the integer is too large");
-        value = value * 10 + digit;
-    }
-    if (at == start || (json->text[start] == '0' && at > start + 1) ||
-        (at < json->bytes && strchr(".eE+-", json->text[at])))
-        return hstep_json_fail(json, "expected a plain decimal integer");
-    json->at = at;
+    const char *at = json->text + json->at;
+    uint64_t value;
+    /* The bound is that of signed 64-bit integers, because other readers may have no larger type. */
+    if (!hstep_read_uint64(&at, &value) || value > INT64_MAX || (*at && strchr(".eE+-", *at)))
+        return hstep_json_fail(json, "expected a plain decimal integer from 0 to 2^63 - 1");
+    json->at = (size_t)(at - json->text);
     *number = value;
     return 1;
 }
@@ -154,43 +148,14 @@ char hstep_json_peek(hstep_json *json)
     return json->at < json->bytes ? json->text[json->at] : 0;
 }
 
-static size_t digits(const hstep_json *json, size_t at)
-{
-    size_t n = 0;
-    while (at + n < json->bytes && json->text[at + n] >= '0' && json->text[at + n] <= '9') n++;
-    return n;
-}
-
 int hstep_json_real(hstep_json *json, double *number)
 {
     if (json->problem) return 0;
     skip_blanks(json);
-    size_t start = json->at, at = start, n;
-    if (at < json->bytes && json->text[at] == '-') at++;
-    n = digits(json, at);
-    if (!n || (n > 1 && json->text[at] == '0')) return hstep_json_fail(json, "expected a number");
-    at += n;
-    if (at < json->bytes && json->text[at] == '.') {
-        n = digits(json, at + 1);
-        if (!n) return hstep_json_fail(json, "expected digits after the point");
-        at += 1 + n;
-    }
-    if (at < json->bytes && (json->text[at] == 'e' || json->text[at] == 'E')) {
-        at++;
-        if (at < json->bytes && (json->text[at] == '-' || json->text[at] == '+')) at++;
-        n = digits(json, at);
-        if (!n) return hstep_json_fail(json, "expected digits in the exponent");
-        at += n;
-    }
-    const char *from = json->text + start;
-    char *end;
-    double value = strtod(from, &end);
-    /* strtod() stops at the '.', or goes on behind a ',', where the program has set a locale with another point. */
-    if (end != json->text + at && (!hstep_read_double(&from, &value) || from != json->text + at))
-        return hstep_json_fail(json, "a number too long for the locale of this program");
-    if (value - value != 0) return hstep_json_fail(json, "the number is too large");
-    json->at = at;
-    *number = value;
+    const char *at = json->text + json->at;
+    if (!hstep_read_double(&at, number))
+        return hstep_json_fail(json, "expected a number of at most 64 characters that a double can hold");
+    json->at = (size_t)(at - json->text);
     return 1;
 }
 

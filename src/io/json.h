@@ -13,7 +13,8 @@
 
 #include "base/structs.h"
 
-/* A reader. It decodes strings in place, so it overwrites text behind the cursor, and text must outlive the strings. */
+/* A reader. A zero byte must follow the text. The reader decodes strings in place, so it overwrites text behind the
+ * cursor, and text must outlive the strings. */
 typedef struct hstep_json {
     char *text;
     size_t bytes, at;
@@ -31,7 +32,7 @@ int hstep_json_fail(hstep_json *json, const char *problem);
 
 /* Returns the character that the next value or mark begins with, or 0 at the end. It tells a string from a list. */
 char hstep_json_peek(hstep_json *json);
-/* Reads any number. A zero byte must follow the text. A number too large for a double is an error. */
+/* Reads any number that hstep_read_double() reads. */
 int hstep_json_real(hstep_json *json, double *number);
 /* Takes the given word: true, false or null. */
 int hstep_json_word(hstep_json *json, const char *word);

@@ -470,9 +470,10 @@ int halfstep_open_safetensors(halfstep_safetensors **file, const char *path, cha
         else if (length < 2)
             code = io_fail(&error, HALFSTEP_ERROR_FORMAT, "%s: a header of %llu bytes is too small", path, ull(length));
     }
-    if (!code && !(made->header = malloc((size_t)length))) code = io_fail_memory(&error);
+    if (!code && !(made->header = malloc((size_t)length + 1))) code = io_fail_memory(&error);
     if (!code) code = hstep_read_at(made->file, sizeof prefix, made->header, (size_t)length, &error);
     if (!code) {
+        made->header[length] = 0;
         header_reader reader = {made, path, {made->header, (size_t)length, 0, NULL}, &error, 0};
         made->data_start = sizeof prefix + length;
         code = read_header(&reader);

@@ -485,9 +485,10 @@ def replaced(word, text):
                 "accumulated_decay x",
                 "accumulated_decay nan",
                 "accumulated_decay inf",
-                f"accumulated_decay {float(2**63).hex()}",
-                "accumulated_decay -0x1p-3",
-                "accumulated_decay 0x1p99999",
+                f"accumulated_decay {float(2**63)!r}",
+                "accumulated_decay -0.125",
+                "accumulated_decay 1e99999",
+                "accumulated_decay 0x1p-3",
             )
         ),
         *(
@@ -502,14 +503,15 @@ def replaced(word, text):
             },
             None,
         ),
-        *(("f32", None, {"seed": text}) for text in ("x", "1.5", "", str(2**64))),
-        *(("f32", None, {"skipped_steps": text}) for text in ("x", "-1", "1.5", str(2**63))),
+        *(("f32", None, {"seed": text}) for text in ("x", "1.5", "", str(2**64), "-1", "07")),
+        *(("f32", None, {"skipped_steps": text}) for text in ("x", "-1", "1.5", "1_0", str(2**63))),
         *(
             ("f32", None, {"gradient_norm": text})
-            for text in ("x", "nan", "inf", "-0x1p0", "0x1p99999")
+            for text in ("x", "nan", "inf", "-1", "1e99999", "0x1p0")
         ),
-        *(("f32", None, {"group.0.steps": text}) for text in ("x", "-1", str(2**63))),
-        *(("f32", None, {"group.0.lr": text}) for text in ("x", "nan", "-1")),
+        *(("f32", None, {"group.0.steps": text}) for text in ("x", "-1", "01", str(2**63))),
+        *(("f32", None, {"group.0.lr": text}) for text in ("x", "nan", "-1", "0x1p-3", "1_0")),
+        *(("f32", None, {"group_of.matrix": text}) for text in ("x", "-1", "00", "1")),
         ("f32", None, {"group.0.beta1": "1.5"}),
         ("f32", None, {"generator": "dice"}),
         ("f32", None, {"format": "other"}),
@@ -528,6 +530,7 @@ def replaced(word, text):
             )  # fmt: skip
         ),
         ("int8", None, {"scalars.matrix": None}),
+        ("adamw-delayed", None, {"scalars.matrix": None}),
     ],
 )
 @pytest.mark.parametrize("warm", [0, 2])

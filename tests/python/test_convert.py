@@ -25,12 +25,12 @@ def convert(*words):
     return result.stdout
 
 
-def reader_of_the_page():
-    with open(os.path.join(ROOT, "docs", "formats.md"), encoding="utf-8") as page:
+def reader_of_the_page(name="formats.md", function="packed_weights"):
+    with open(os.path.join(ROOT, "docs", name), encoding="utf-8") as page:
         (code,) = re.findall(r"```python\n(import json\nimport numpy\n.*?)```", page.read(), re.S)
     given = {}
-    exec(compile(code, "docs/formats.md", "exec"), given)
-    return given["packed_weights"]
+    exec(compile(code, name, "exec"), given)
+    return given[function]
 
 
 def packed(x):

@@ -3,15 +3,29 @@ save_safetensors() writes, and load_safetensors() what halfstep_write_optimizer(
 must be those of a run that stays where it is.
 """
 
+import ast
 import ctypes
 import os
+import re
+import struct
 from ctypes import POINTER, byref, c_char_p, c_int32, c_size_t, c_uint32, c_uint64, c_void_p
 
 import pytest
 import torch
-from conftest import RECIPES, class_of, parameters, run, set_gradients, twins, weights_of
+from conftest import (
+    RECIPES,
+    class_of,
+    everything,
+    parameters,
+    run,
+    set_gradients,
+    twins,
+    weights_of,
+)
+from test_bad_states import rewritten
+from test_convert import reader_of_the_page
 
-from halfstep import _abi, _matrices
+from halfstep import _abi, _files, _matrices
 
 pytest.importorskip("safetensors.torch")
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -266,3 +280,106 @@ def test_a_parameter_that_python_has_not_stepped(tmp_path):
     run(opt, params, 1, 4)
     in_c.run(1, 4)
     assert weights_of(params) == weights_of(in_c.params)
+
+
+# ---- Numbers in text -----------------------------------------------------------------------------
+
+
+def spellings(*kinds):
+    """Returns (kind, text, is good, bits) from the list that tests/test_optimizer_io.c reads."""
+    with open(os.path.join(ROOT, "tests", "spellings.def"), encoding="utf-8") as file:
+        rows = re.findall(r'^SPELLING\((\w+), ("[^"]*"), ([01]), (\w+)\)$', file.read(), re.M)
+    return [
+        (kind, ast.literal_eval(text).encode("latin-1").decode(), good == "1", int(bits, 0))
+        for kind, text, good, bits in rows
+        if kind in kinds
+    ]
+
+
+def test_what_spells_a_number():
+    rows, readers = spellings("COUNT", "NUMBER"), {"COUNT": _files.count, "NUMBER": _files.number}
+    assert len(rows) > 80
+    for kind, text, good, bits in rows:
+        if not good:
+            with pytest.raises(ValueError):
+                readers[kind](text)
+                pytest.fail(f"{kind} {text!r}")
+            continue
+        found = readers[kind](text)
+        if kind == "NUMBER":
+            (found,) = struct.unpack("<Q", struct.pack("<d", found))
+        assert found == bits, text
+
+
+def test_what_spells_counters_and_scalars(tmp_path):
+    path = tmp_path / "o.safetensors"
+    sizes = {"linear": (40, 128)}
+    options = {"weights": "bf16-kahan", "states": "int8"}
+    params = parameters(torch.bfloat16, sizes)
+    opt = class_of("lamb")(params.items(), lr=0.01, seed=3, **options)
+    run(opt, params, 0, 3)
+    opt.save_safetensors(path)
+    whole, rows = path.read_bytes(), spellings("COUNTERS", "SCALARS")
+    assert len(rows) > 40
+    back = twins(params)
+    other = class_of("lamb")(back.items(), lr=0.01, seed=4, **options)
+    run(other, back, 0, 1)
+    before = everything(other, back)
+    for kind, text, good, _ in rows:
+        path.write_bytes(whole)
+        key = f"{kind.lower()}.linear"
+        rewritten(path, None, {key: text})
+        if good:
+            fresh = class_of("lamb")(twins(params).items(), lr=0.01, **options)
+            fresh.load_safetensors(path)
+            continue
+        with pytest.raises(ValueError, match="linear"):
+            other.load_safetensors(path)
+            pytest.fail(f"{key}: {text!r}")
+        assert everything(other, back) == before, text
+
+
+@pytest.mark.parametrize("seed", [-(2**63), -5, 0, 2**64 - 1])
+def test_any_seed_goes_to_c_and_back(seed, tmp_path):
+    dtype, options = RECIPES["ecc8-int8"]
+    params = parameters(dtype)
+    opt = class_of("adamw")(params.items(), lr=0.01, **{**options, "seed": seed})
+    run(opt, params, 0, 1)
+    opt.save_safetensors(tmp_path / "python.safetensors")
+    in_c = InC(opt._parts.names.recipe(0, 0), params)
+    in_c.read(tmp_path / "python.safetensors")
+    back = twins(params)
+    other = class_of("adamw")(back.items(), lr=0.5, **options)
+    other.load_safetensors(tmp_path / "python.safetensors")
+    run(opt, params, 1, 2)
+    run(other, back, 1, 2)
+    in_c.run(1, 2)
+    assert weights_of(params) == weights_of(back) == weights_of(in_c.params)
+
+
+@pytest.mark.parametrize("states", ["f32", "int8"])
+def test_the_page_reads_a_moment_and_counters(states, tmp_path):
+    read = reader_of_the_page("checkpoints.md", "state_and_counters")
+    params = parameters(torch.float32)
+    opt = class_of("adamw")(params.items(), lr=0.01, states=states)
+    run(opt, params, 0, 3)
+    opt.save_safetensors(tmp_path / "python.safetensors")
+    in_c = InC(opt._parts.names.recipe(0, 0), params)
+    in_c.read(tmp_path / "python.safetensors")
+    in_c.write(tmp_path / "c.safetensors")
+    for name, p in params.items():
+        state = opt.state[p]
+        if not p.numel():
+            continue  # a stream without bytes is left out
+        for file in ("python.safetensors", "c.safetensors"):
+            values, counters = read(tmp_path / file, name, "exp_avg")
+            held = state["exp_avg"] if "exp_avg" in state else state["exp_avg.codes"]
+            if held.dtype == torch.bfloat16:
+                held = held.view(torch.uint16)
+            assert values.shape == tuple(held.shape) and values.tobytes() == held.numpy().tobytes()
+            assert counters == {
+                "state_steps": 3,
+                "full_steps": 3,
+                "writes": 3,
+                "id": state["id"].item() % 2**64,
+            }

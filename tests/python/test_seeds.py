@@ -3,6 +3,7 @@ sets."""
 
 import copy
 
+import numpy
 import pytest
 import torch
 from conftest import (
@@ -67,6 +68,41 @@ def test_positions_go_over_all_groups():
         run(opt, params, 0, 2)
         found.append([bits(p) for p in ps])
     assert found[0] == found[1]
+
+
+NO_SEEDS = ("1", "x", 1.5, 1.0, True, b"1", [1], torch.tensor(1.5), 2**64, -(2**63) - 1)
+
+
+@pytest.mark.parametrize("seed", NO_SEEDS, ids=str)
+def test_what_is_no_whole_number_is_no_seed(seed):
+    p, model = Parameter(torch.ones(4)), torch.nn.Linear(2, 2)
+    sums = GradientAccumulator([p], seed=5)
+    held = {**sums.state_dict(), "seed": seed}
+    for make in (
+        lambda: halfstep.AdamW([p], seed=seed),
+        lambda: halfstep.optimizer("lion/f32", [p], seed=seed),
+        lambda: EMA(model, seed=seed),
+        lambda: GradientAccumulator([p], seed=seed),
+        lambda: sums.load_state_dict(held),
+    ):
+        with pytest.raises(ValueError, match="the seed.* must be a whole number"):
+            make()
+    assert sums.seed == 5
+
+
+@pytest.mark.parametrize("seed", [numpy.int64(7), numpy.uint64(7), torch.tensor(7)], ids=repr)
+def test_whole_numbers_of_other_classes_are_seeds(seed):
+    opt = halfstep.AdamW([Parameter(torch.ones(4))], seed=seed)
+    assert type(opt.seed) is int and opt.seed == 7
+
+
+@pytest.mark.parametrize("writes", ["1", 1.5, True, -1, 2**63, None])
+def test_what_is_no_count_is_no_count_of_writes(writes):
+    sums = GradientAccumulator({"p": Parameter(torch.ones(4))}.items(), seed=5)
+    before = sums.state_dict()
+    with pytest.raises(ValueError, match="the saved writes of 'p' are"):
+        sums.load_state_dict({**before, "seed": 6, "writes": {"p": writes}})
+    assert sums.state_dict() == before
 
 
 def test_a_seed_that_is_given_draws_nothing():

@@ -4,6 +4,7 @@
 
 #include "io/files.h"
 #include "io/json.h"
+#include "io/numbers.h"
 
 #define HSTEP_POINTER_FORMAT "halfstep-checkpoint-directory"
 #define HSTEP_MANIFEST_FORMAT "halfstep-checkpoint"
@@ -156,13 +157,6 @@ int hstep_is_temporary_name(const char *name)
     return rest && !*rest;
 }
 
-static int parse_crc(const char *text, uint64_t *crc)
-{
-    if (strlen(text) != 16 || strspn(text, "0123456789abcdef") != 16) return 0;
-    *crc = strtoull(text, NULL, 16);
-    return 1;
-}
-
 /* Parsers return 1, or 0 for malformed text, or -1 when memory is short. */
 static int parse_file(hstep_json *json, manifest *m)
 {
@@ -179,7 +173,7 @@ static int parse_file(hstep_json *json, manifest *m)
         if (!good) return 0;
     } while (hstep_json_take(json, ','));
     if (!hstep_json_expect(json, '}') || !name || !hstep_is_file_name(name) || !sized || !crc ||
-        !parse_crc(crc, &record.crc))
+        !hstep_read_sum(&crc, &record.crc) || *crc)
         return 0;
     if (!io_grow((void **)&m->files, m->file_count, &m->file_capacity, sizeof record)) return -1;
     record.name = name;

@@ -78,14 +78,15 @@ static int take_other_grid(const char **text, const halfstep_rule_info *rule)
 {
     for (int32_t i = 0; i < rule->states; i++) {
         char name[sizeof((scalar_record *)0)->name];
+        if (rule->state_role[i] != HALFSTEP_ROLE_NONNEG) continue;
         snprintf(name, sizeof name, "%s.grid", rule->state_name[i]);
         if (take_word(text, name)) return 1;
     }
     return 0;
 }
 
-/* Parses "NAME VALUE NAME VALUE ..." and returns 1 if it took all of the text. A name may come once at most, and
- * numbers are finite. Sets bit i of *found for scalar i. */
+/* Parses "NAME VALUE NAME VALUE ..." and returns 1 if it took all of the text. A name may come once at most. Sets bit i
+ * of *found for scalar i. */
 static int parse_scalars(const char *text, const halfstep_rule_info *rule, tensor_record *t, unsigned *found)
 {
     *found = 0;
@@ -94,7 +95,7 @@ static int parse_scalars(const char *text, const halfstep_rule_info *rule, tenso
         double value;
         while (i < t->scalars && !take_word(&text, t->scalar[i].name)) i++;
         if (i == t->scalars ? !take_other_grid(&text, rule) : (int)(*found >> i & 1)) return 0;
-        if (!hstep_read_double(&text, &value) || !(value - value == 0.0)) return 0;
+        if (!hstep_read_double(&text, &value)) return 0;
         if (i < t->scalars) {
             *hstep_scalar_of(t, i, IN_FILE) = value;
             *found |= 1u << i;
@@ -113,9 +114,10 @@ static int read_scalars(const loading *l, tensor_record *t)
         *hstep_scalar_of(t, i, IN_FILE) = t->scalar[i].is_grid;
         needed |= (unsigned)!t->scalar[i].is_grid << i;
     }
-    if (!t->scalars || t->has_no_steps) return HALFSTEP_OK;
+    if (t->has_no_steps) return HALFSTEP_OK;
     /* Python writes none for a parameter without elements or without a step. */
-    if (!text && (!t->numbers[IN_FILE].state_steps || !t->info.rows || !t->info.row_length)) return HALFSTEP_OK;
+    if (!text && (!t->scalars || !t->numbers[IN_FILE].state_steps || !t->info.rows || !t->info.row_length))
+        return HALFSTEP_OK;
     if ((!text && needed) || (text && !parse_scalars(text, &l->record->groups[t->info.group].rule, t, &found)) ||
         (found & needed) != needed)
         return hstep_fail_value(l, "scalars.", t->info.name);
@@ -263,7 +265,7 @@ static int read_steps(const loading *l)
     int code = read_count(l, "skipped_steps", "", &r->numbers[IN_FILE].skipped_steps);
     const char *text = find_value(l, "gradient_norm", "");
     double *norm = &r->numbers[IN_FILE].gradient_norm;
-    if (!code && (!text || !hstep_is_double(text, norm) || !(*norm >= 0.0) || *norm - *norm != 0.0))
+    if (!code && (!text || !hstep_is_double(text, norm) || !(*norm >= 0.0)))
         return hstep_fail_value(l, "gradient_norm", "");
     return code;
 }

@@ -46,7 +46,7 @@ static int declare_settings(const declaring *d, const record *r)
     for (size_t i = 0; i < r->setting_count && !code; i++) {
         const setting *s = &r->settings[i];
         char number[HSTEP_NUMBER_BYTES];
-        if (!s->choice[HERE]) hstep_write_double(number, s->number[HERE], 0);
+        if (!s->choice[HERE]) hstep_write_double(number, s->number[HERE]);
         code = declare(d, setting_key(s), s->choice[HERE] ? s->choice[HERE] : number);
     }
     for (int32_t g = 0; g < r->group_count && !code; g++)
@@ -91,7 +91,7 @@ static int declare_tensor_numbers(const declaring *d, const record *r)
         hstep_buffer scalars = {0};
         for (int32_t k = 0; k < t->scalars; k++) {
             char number[HSTEP_NUMBER_BYTES];
-            hstep_write_double(number, *hstep_scalar_of(t, k, HERE), 1);
+            hstep_write_double(number, *hstep_scalar_of(t, k, HERE));
             hstep_append_format(&scalars, "%s%s %s", k ? " " : "", t->scalar[k].name, number);
         }
         hstep_append(&scalars, "", 1);
@@ -105,7 +105,7 @@ static int declare_tensor_numbers(const declaring *d, const record *r)
 static int declare_numbers(const declaring *d, const record *r)
 {
     char norm[HSTEP_NUMBER_BYTES];
-    hstep_write_double(norm, r->numbers[HERE].gradient_norm, 1);
+    hstep_write_double(norm, r->numbers[HERE].gradient_norm);
     int code = declare(d, hstep_copy("format"), HSTEP_OPTIMIZER_FORMAT);
     if (!code) code = declare_recipe(d, r);
     if (!code) code = declare_uint64(d, hstep_copy("skipped_steps"), r->numbers[HERE].skipped_steps);

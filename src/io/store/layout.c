@@ -1,5 +1,7 @@
 #include "io/store/layout.h"
 
+#include "io/numbers.h"
+
 /* Numbers are little-endian, as all machines are that halfstep runs on. */
 typedef struct header_bytes {
     char magic[16];
@@ -195,8 +197,6 @@ static int read_pairs(hstep_json *json, hstep_pairs *pairs)
     return 1;
 }
 
-static int hex_digit(char c) { return c >= '0' && c <= '9' ? c - '0' : c >= 'a' && c <= 'f' ? c - 'a' + 10 : -1; }
-
 /* Reads a string with a bit for each piece, four in a digit, the first one lowest. */
 static int read_halves(hstep_json *json, uint64_t pieces, unsigned char **halves)
 {
@@ -206,7 +206,7 @@ static int read_halves(hstep_json *json, uint64_t pieces, unsigned char **halves
     if (strlen(digits) != (pieces + 3) / 4) return hstep_json_fail(json, "\"halves\" has a wrong length");
     if (!(*halves = malloc((size_t)pieces + 1))) return 0;
     for (uint64_t i = 0; i < pieces; i++) {
-        const int digit = hex_digit(digits[i / 4]);
+        const int digit = hstep_hex_digit(digits[i / 4]);
         if (digit < 0) return hstep_json_fail(json, "\"halves\" has a wrong digit");
         (*halves)[i] = (unsigned char)(digit >> i % 4 & 1);
     }
@@ -223,10 +223,8 @@ static int read_numbers(hstep_json *json, uint64_t **numbers, uint64_t *count)
     *count = length / 16;
     if (length % 16) return hstep_json_fail(json, "a list of numbers ends within one");
     if (!(*numbers = calloc((size_t)*count + 1, sizeof **numbers))) return 0;
-    for (size_t i = 0; i < length; i++) {
-        if (hex_digit(digits[i]) < 0) return hstep_json_fail(json, "a number has a wrong digit");
-        (*numbers)[i / 16] = (*numbers)[i / 16] << 4 | (uint64_t)hex_digit(digits[i]);
-    }
+    for (uint64_t i = 0; i < *count; i++)
+        if (!hstep_read_sum(&digits, &(*numbers)[i])) return hstep_json_fail(json, "a number has a wrong digit");
     return 1;
 }
 
