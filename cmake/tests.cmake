@@ -157,8 +157,8 @@ set(CMAKE_REQUIRED_FLAGS -fsanitize-coverage=trace-pc)
 check_c_source_compiles("void __sanitizer_cov_trace_pc(void) {} int main(void) { return 0; }" can_count_blocks)
 unset(CMAKE_REQUIRED_FLAGS)
 if(can_count_blocks AND with_io AND NOT APPLE)
-  file(GLOB counted CONFIGURE_DEPENDS "${sources_here}/src/handle/*.c" "${sources_here}/src/tables/*.c"
-    "${sources_here}/src/io/*.c" "${sources_here}/src/io/*/*.c")
+  file(GLOB_RECURSE counted CONFIGURE_DEPENDS "${sources_here}/src/handle/*.c" "${sources_here}/src/tables/*.c"
+    "${sources_here}/src/io/*.c")
   add_library(hstep_counted OBJECT ${counted})
   target_include_directories(hstep_counted PRIVATE include src)
   target_compile_definitions(hstep_counted PRIVATE ${halfstep_have_isas})

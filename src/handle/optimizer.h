@@ -1,6 +1,6 @@
-/* The inside of a handle. Its files: optimizer.c and tensors.c (arguments), plan.c (chunks and arrays of a step),
- * slots.c and storage.c (memory), ready.c, step.c and ahead.c (steps), sync.c (devices), records.c (what a checkpoint
- * keeps), accumulate.c, checks.c, device_check.c and device_cases.c. */
+/* The inside of a handle. Its files: optimizer.c and tensors.c (arguments), states/forecast.c (what they take), plan.c
+ * (chunks and arrays of a step), slots.c and storage.c (memory), ready.c, step.c and ahead.c (steps), sync.c (devices),
+ * records.c (what a checkpoint keeps), accumulate.c, checks.c, device_check.c and device_cases.c. */
 #ifndef HSTEP_OPTIMIZER_H
 #define HSTEP_OPTIMIZER_H
 
@@ -189,6 +189,14 @@ int hstep_find_id(const halfstep_optimizer *o, uint64_t id);
 /* Gives a tensor another id. */
 void hstep_change_id(halfstep_optimizer *o, int tensor, uint64_t id);
 
+/* Makes a group of a recipe with default hyper-parameters. */
+int hstep_make_group(const halfstep_optimizer *o, const char *recipe, struct hstep_group *g);
+/* Checks a description, and makes the tensor that it describes in a group: its shape, part and formats. */
+int hstep_make_tensor(const halfstep_optimizer *o, const struct hstep_group *g, const halfstep_tensor *d,
+                      struct hstep_tensor *t);
+/* Adds the bytes of a tensor to sums: of weights, gradients, the weights' extra streams, and states. */
+enum { HSTEP_WEIGHTS, HSTEP_GRADIENTS, HSTEP_WEIGHT_EXTRAS, HSTEP_STATES, HSTEP_BYTES };
+void hstep_add_bytes(const struct hstep_tensor *t, uint64_t sum[HSTEP_BYTES]);
 /* Chooses the formats of a tensor's states under the group's hyper-parameters. */
 int hstep_choose_states(const halfstep_optimizer *o, const struct hstep_group *g, const char *name,
                         struct hstep_tensor *t);
@@ -204,6 +212,8 @@ int hstep_first_plan(halfstep_optimizer *o);
 int hstep_settle(halfstep_optimizer *o);
 /* Frees what hstep_settle() has allocated, and the statistics of hstep_first_plan(). */
 void hstep_release_plan(halfstep_optimizer *o);
+/* Returns how many floats of workspace a laid out tensor needs on a device. */
+size_t hstep_workspace_floats(const struct hstep_device *device, const struct hstep_tensor *t);
 /* Fails with ORDER if some slot of n tensors that stores something has no memory. */
 int hstep_check_bound(const halfstep_optimizer *o, int first_tensor, int n);
 /* Writes the host's copies of the records of n tensors. */
@@ -251,8 +261,16 @@ int hstep_spread_errors(const halfstep_optimizer *o, const struct hstep_tensor *
 
 /* Returns a tensor as it is once the handle is settled (storage.c). */
 struct hstep_tensor hstep_laid_out(const halfstep_optimizer *o, int tensor);
+/* Returns the rows of a piece of a laid out tensor, or 0 if the tensor is one piece. piece_bytes 0: the default. */
+int64_t hstep_piece_rows(const struct hstep_tensor *t, uint64_t piece_bytes);
+/* Returns the number of pieces of so many rows. */
+int64_t hstep_count_pieces(const struct hstep_tensor *t, int64_t rows);
 /* Describes the piece of some rows. Rows that are not all rows belong to a tensor that may be cut. */
 halfstep_piece hstep_describe(const struct hstep_tensor *t, int tensor, int64_t first_row, int64_t n_rows, int weights);
+/* Returns the bytes of memory that a piece of so many bytes takes. */
+uint64_t hstep_piece_space(uint64_t bytes);
+/* Returns the memory of pieces that is enough, by the space of the largest piece and of all. */
+uint64_t hstep_least_memory(uint64_t largest, uint64_t all, uint64_t piece_bytes);
 
 /* The following functions are for states in storage (storage.c). The first brings the pieces of a call into memory one
  * after another, and makes the sums or the updates of their tensors. */
