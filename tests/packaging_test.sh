@@ -47,10 +47,10 @@ downloads() {
         /^pip\(\)/ { own = 1 }
         { command = command $0 }
         sub(/\\$/, "", command) { next }
-        command ~ /(^|[^a-z_])(curl|wget|git clone .*(:\/\/|@)[^ ]*|urlopen|urlretrieve|requests\.get|FetchContent|ExternalProject|hf_hub_download|snapshot_download)([^a-z_]|$)|file\(DOWNLOAD/ { bad = 1 }
+        command ~ /(^|[^a-z_])(curl|wget|git clone .*(:\/\/|@)[^ ]*|urlopen|urlretrieve|requests\.get|FetchContent_(Declare|Populate)|ExternalProject_Add|hf_hub_download|snapshot_download)([^a-z_]|$)|file\(DOWNLOAD/ { bad = 1 }
         command ~ /-m pip |bin\/pip |-m["\047], *["\047]pip["\047]/ && command !~ /pip["\047, ]+(hash|freeze|list|check|index)/ { bad = 1 }
         command ~ /(^|[^a-z_-])pip3? +(install|download|wheel) / && !own { bad = 1 }
-        bad && command !~ /--require-hashes|--no-index|unshare -rn/ { print FILENAME ":" FNR ": " command }
+        bad && command !~ /--require-hashes|--no-index|unshare -rn|FetchContent_Declare\([a-z]+ SOURCE_DIR / { print FILENAME ":" FNR ": " command }
         { bad = 0; command = "" }' "$@"
 }
 # Files that fetch on purpose, each with its reason.
@@ -67,7 +67,8 @@ mapfile -t scripts < <(git ls-files '*.sh' '*.cmake' '*CMakeLists.txt' Makefile 
     grep -vE "$purpose")
 found=$(downloads "${scripts[@]}")
 [ -z "$found" ] || fail "fetched without a hash: $found"
-for line in "curl -O x" "wget x" "git clone https://example.org/x" "pip install torch" "python -m pip download torch" "[python, '-m', 'pip', 'install', 'x']" "file(DOWNLOAD x y)"; do
+for line in "curl -O x" "wget x" "git clone https://example.org/x" "pip install torch" "python -m pip download torch" "[python, '-m', 'pip', 'install', 'x']" "file(DOWNLOAD x y)" \
+    "FetchContent_Declare(x URL y)" "ExternalProject_Add(x)"; do
     echo "$line" >"$scratch/script"
     [ -n "$(downloads "$scratch/script")" ] || fail "'$line' is not noticed as a download"
 done
