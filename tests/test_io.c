@@ -234,7 +234,9 @@ static int faulty_fchmod(int fd, mode_t mode)
 #define lstat(path, status) faulty_lstat(path, status)
 #define opendir(path) faulty_opendir(path)
 #include "faults/allocations.h"
-#include "io/checkpoint.c"
+#include "io/checkpoint/directory.c"
+#include "io/checkpoint/open.c"
+#include "io/checkpoint/save.c"
 #include "io/files.c"
 #include "io/json.c"
 #include "io/numbers.c"

@@ -82,13 +82,16 @@ static int quick_fsync(int fd)
 #define fsync(fd) quick_fsync(fd)
 #define pread(fd, data, bytes, offset) faulty_pread(fd, data, bytes, offset)
 #include "faults/allocations.h"
-#include "io/checkpoint.c"
+#include "io/checkpoint/directory.c"
+#include "io/checkpoint/open.c"
+#include "io/checkpoint/save.c"
 #include "io/files.c"
 #include "io/safetensors.c"
 #include "io/streams.c"
-#define compare_names compare_tensor_names
-#include "io/optimizer.c"
-#undef compare_names
+#include "io/optimizer/load.c"
+#include "io/optimizer/read.c"
+#include "io/optimizer/record.c"
+#include "io/optimizer/write.c"
 #define snprintf local_snprintf
 #define strtod local_strtod
 #include "io/json.c"

@@ -33,8 +33,7 @@ static inline hstep_error hstep_make_error(char *text, size_t size)
 
 /* Writes an error text and returns code, so that a failure is one statement. Names come from files, so the bytes of
  * characters that are not plain become '?'. */
-__attribute__((format(printf, 3, 4))) static inline int hstep_fail(hstep_error *error, int code, const char *format,
-                                                                   ...)
+__attribute__((format(printf, 3, 4))) static inline int io_fail(hstep_error *error, int code, const char *format, ...)
 {
     if (error->size) {
         va_list arguments;
@@ -53,9 +52,9 @@ __attribute__((format(printf, 3, 4))) static inline int hstep_fail(hstep_error *
     return code;
 }
 
-static inline int hstep_fail_memory(hstep_error *error)
+static inline int io_fail_memory(hstep_error *error)
 {
-    return hstep_fail(error, HALFSTEP_ERROR_MEMORY, "out of memory; free some and try again");
+    return io_fail(error, HALFSTEP_ERROR_MEMORY, "out of memory; free some and try again");
 }
 
 __attribute__((format(printf, 1, 2))) static inline char *hstep_format(const char *format, ...)
@@ -82,7 +81,7 @@ static inline char *hstep_copy(const char *text)
 
 /* Makes room in *array for one more than count elements and returns 1. Returns 0 when memory is short; *array is then
  * unchanged. */
-static inline int hstep_grow(void **array, size_t count, size_t *capacity, size_t element)
+static inline int io_grow(void **array, size_t count, size_t *capacity, size_t element)
 {
     if (count < *capacity) return 1;
     size_t wanted = *capacity ? 2 * *capacity : 16;
@@ -126,7 +125,7 @@ static inline int hstep_set_pair(hstep_pairs *pairs, const char *key, const char
     size_t at = hstep_find_pair(pairs, key, &found);
     hstep_pair pair = {found ? pairs->list[at].key : hstep_copy(key), hstep_copy(value)};
     if (!pair.key || !pair.value ||
-        (!found && !hstep_grow((void **)&pairs->list, pairs->count, &pairs->capacity, sizeof pair))) {
+        (!found && !io_grow((void **)&pairs->list, pairs->count, &pairs->capacity, sizeof pair))) {
         if (!found) free(pair.key);
         free(pair.value);
         return 0;

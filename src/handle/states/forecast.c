@@ -1,7 +1,10 @@
 /* What tensors take before any optimizer has them. They are made, laid out and cut by the functions that make those of
  * an optimizer, so that a forecast cannot differ from what happens. */
 #include "base/structs.h"
-#include "handle/optimizer.h"
+#include "handle/checks.h"
+#include "handle/plan.h"
+#include "handle/states/storage.h"
+#include "handle/tensors.h"
 #include "tables/layout.h"
 
 /* The limits of a forecast, which keep all of its numbers within 64 bits. */

@@ -4,7 +4,12 @@
 
 #include "base/structs.h"
 #include "decide/prepare.h"
-#include "handle/optimizer.h"
+#include "handle/checks.h"
+#include "handle/devices/sync.h"
+#include "handle/plan.h"
+#include "handle/states/slots.h"
+#include "handle/states/walk.h"
+#include "handle/step/ahead.h"
 #include "kernels/dispatch.h"
 #include "tables/layout.h"
 
@@ -18,7 +23,7 @@ int hstep_check_slot(const halfstep_optimizer *o, int32_t tensor, int32_t slot)
     return HALFSTEP_OK;
 }
 
-static const char *slot_name(const halfstep_optimizer *o, int tensor, int slot)
+const char *hstep_slot_name(const halfstep_optimizer *o, int tensor, int slot)
 {
     if (slot == HALFSTEP_SLOT_WEIGHT) return "weight";
     if (slot == HALFSTEP_SLOT_GRADIENT) return "gradient";
@@ -42,7 +47,7 @@ int halfstep_get_slot_info(const halfstep_optimizer *o, int32_t tensor, int32_t 
     const struct hstep_tensor *t = &o->tensors[tensor];
     const struct hstep_slot *s = &t->slot[slot];
     halfstep_slot_info ours = {.format = s->format,
-                               .name = slot_name(o, tensor, slot),
+                               .name = hstep_slot_name(o, tensor, slot),
                                .code_bytes = s->code_bytes,
                                .extra_bytes = s->extra_bytes,
                                .blocks_per_row = hstep_blocks_per_row(t, s->format),
@@ -55,40 +60,28 @@ int halfstep_get_slot_info(const halfstep_optimizer *o, int32_t tensor, int32_t 
     return hstep_give_struct(info, &ours, sizeof ours) ? HALFSTEP_OK : hstep_fail_struct(o, __func__, info);
 }
 
-/* Calls visit for every stream that the optimizer stores beside weights and gradients, in the order of its layout. */
-static void each_stream(halfstep_optimizer *o, void (*visit)(void *arg, char **place, uint64_t bytes), void *arg)
+/* Places the streams of all tensors one after another from `base` on, unless that is NULL. Returns the bytes that they
+ * take. */
+static uint64_t place_streams(halfstep_optimizer *o, char *base)
 {
+    uint64_t offset = 0;
     for (int i = 0; i < o->n_tensors; i++)
-        for (int s = 0; s < HSTEP_SLOTS; s++) {
-            struct hstep_slot *slot = &o->tensors[i].slot[s];
-            if (s >= HALFSTEP_SLOT_STATE && slot->code_bytes) visit(arg, &slot->code, slot->code_bytes);
-            if (s != HALFSTEP_SLOT_GRADIENT && slot->extra_bytes) visit(arg, &slot->extra, slot->extra_bytes);
+        for (struct hstep_cursor c = {0}; hstep_next_stream(&o->tensors[i], &c);) {
+            if (base) *c.place = base + offset;
+            uint64_t space = (c.bytes + 63) / 64 * 64;
+            /* Streams at exact power-of-two distances compete for the same cache sets, which halves the speed. */
+            if (c.bytes >= 1 << 20) space += 4096 + 64;
+            /* The sum may not fit the type. No memory is that large. */
+            offset = offset > UINT64_MAX - space ? UINT64_MAX : offset + space;
         }
-}
-
-struct layout {
-    char *base;
-    uint64_t offset;
-};
-
-static void place_stream(void *arg, char **place, uint64_t bytes)
-{
-    struct layout *layout = arg;
-    if (layout->base) *place = layout->base + layout->offset;
-    uint64_t space = (bytes + 63) / 64 * 64;
-    /* Streams at exact power-of-two distances compete for the same cache sets, which halves the speed. */
-    if (bytes >= 1 << 20) space += 4096 + 64;
-    /* The sum may not fit the type. No memory is that large. */
-    layout->offset = layout->offset > UINT64_MAX - space ? UINT64_MAX : layout->offset + space;
+    return offset;
 }
 
 int halfstep_state_bytes(halfstep_optimizer *o, uint64_t *bytes)
 {
     HSTEP_NEED(o, o);
     HSTEP_NEED(o, bytes);
-    struct layout layout = {NULL, 0};
-    each_stream(o, place_stream, &layout);
-    *bytes = layout.offset;
+    *bytes = place_streams(o, NULL);
     return HALFSTEP_OK;
 }
 
@@ -141,31 +134,20 @@ int hstep_spread_errors(const halfstep_optimizer *o, const struct hstep_tensor *
 
 static int place_all(halfstep_optimizer *o, void *memory, uint64_t bytes)
 {
-    struct layout touched = {memory, 0}, layout = {memory, 0};
     if (o->device->touch && o->n_tensors) {
-        each_stream(o, place_stream, &touched);
+        place_streams(o, memory);
         o->device->touch(&o->context, &o->plan);
     }
     int error = hstep_fetch(o);
     if (error || (error = hstep_wait(o, o->device->zero(&o->context, memory, bytes)))) return error;
     hstep_changed(o, 0, o->n_tensors);
-    each_stream(o, place_stream, &layout);
+    place_streams(o, memory);
     for (int i = 0; i < o->n_tensors; i++)
         for (int s = HALFSTEP_SLOT_STATE; s < HSTEP_SLOTS; s++) o->tensors[i].slot[s].grid = 1.0f;
     for (int i = 0; i < o->n_tensors; i++)
         if ((error = hstep_spread_errors(o, &o->tensors[i]))) return error;
     hstep_show(o, 0, o->n_tensors);
     return HALFSTEP_OK;
-}
-
-/* Fails if the states have memory, because initial values would be lost on steps that have counted. */
-static int check_unplaced(const halfstep_optimizer *o)
-{
-    return o->states_placed
-               ? hstep_fail(o, HALFSTEP_ERROR_ORDER,
-                            "the states have memory already, and a second call would set them to their initial values; "
-                            "make a new optimizer to begin anew")
-               : HALFSTEP_OK;
 }
 
 /* Fails if the states are in storage. */
@@ -176,13 +158,25 @@ static int check_in_memory(const halfstep_optimizer *o)
                       : HALFSTEP_OK;
 }
 
+/* Fails if the states are in storage, or have memory, because initial values would be lost on steps that have
+ * counted. */
+static int check_unplaced(const halfstep_optimizer *o)
+{
+    int error = check_in_memory(o);
+    if (error) return error;
+    return o->states_placed
+               ? hstep_fail(o, HALFSTEP_ERROR_ORDER,
+                            "the states have memory already, and a second call would set them to their initial values; "
+                            "make a new optimizer to begin anew")
+               : HALFSTEP_OK;
+}
+
 int halfstep_bind_states(halfstep_optimizer *o, void *memory, uint64_t bytes)
 {
     HSTEP_NEED(o, o);
-    uint64_t needed;
-    int error = check_in_memory(o);
-    if (error || (error = check_unplaced(o))) return error;
-    halfstep_state_bytes(o, &needed);
+    const uint64_t needed = place_streams(o, NULL);
+    int error = check_unplaced(o);
+    if (error) return error;
     if (needed && !memory) return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "memory for the states is NULL");
     if ((uintptr_t)memory % 64)
         return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "memory for the states must be aligned to 64 bytes");
@@ -190,18 +184,18 @@ int halfstep_bind_states(halfstep_optimizer *o, void *memory, uint64_t bytes)
         return hstep_fail(o, HALFSTEP_ERROR_RANGE, "the states need %llu bytes, %llu were given",
                           (unsigned long long)needed, (unsigned long long)bytes);
     if (needed) error = check_owned(o, memory, "memory for states");
-    if (error || (error = hstep_settle(o)) || (error = place_all(o, memory, needed))) return error;
-    o->states_placed = 1;
-    return HALFSTEP_OK;
+    if (!error) error = hstep_settle(o);
+    if (!error) error = place_all(o, memory, needed);
+    if (!error) o->states_placed = 1;
+    return error;
 }
 
 int halfstep_allocate_states(halfstep_optimizer *o)
 {
     HSTEP_NEED(o, o);
-    uint64_t bytes;
-    int error = check_in_memory(o);
-    if (error || (error = check_unplaced(o))) return error;
-    halfstep_state_bytes(o, &bytes);
+    const uint64_t bytes = place_streams(o, NULL);
+    int error = check_unplaced(o);
+    if (error) return error;
     if (bytes > SIZE_MAX / 2)
         return hstep_fail(o, HALFSTEP_ERROR_MEMORY, "the states need %llu bytes, more than a process can have",
                           (unsigned long long)bytes);
@@ -213,7 +207,9 @@ int halfstep_allocate_states(halfstep_optimizer *o)
                           "('halfstep plan' forecasts them)",
                           (unsigned long long)bytes);
     if (error) return hstep_why(o, error);
-    if ((error = hstep_settle(o)) || (error = place_all(o, memory, bytes))) {
+    error = hstep_settle(o);
+    if (!error) error = place_all(o, memory, bytes);
+    if (error) {
         o->device->release(&o->context, memory);
         return error;
     }
@@ -235,12 +231,13 @@ int halfstep_bind_slot(halfstep_optimizer *o, int32_t tensor, int32_t slot, void
                           "tensor '%s': weights and gradients cannot be bound; pass them to each step", name);
     if ((slot >= HALFSTEP_SLOT_STATE && s->code_bytes && !code) || (s->extra_bytes && !extra))
         return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': memory for %s is NULL", name,
-                          slot_name(o, tensor, slot));
+                          hstep_slot_name(o, tensor, slot));
     /* Nothing is read or written at the address of a slot without bytes. */
-    if ((code && s->code_bytes && (error = check_owned(o, code, name))) ||
-        (extra && s->extra_bytes && (error = check_owned(o, extra, name))) || (error = hstep_settle(o)) ||
-        (error = hstep_fetch(o)))
-        return error;
+    if (code && s->code_bytes) error = check_owned(o, code, name);
+    if (!error && extra && s->extra_bytes) error = check_owned(o, extra, name);
+    if (!error) error = hstep_settle(o);
+    if (!error) error = hstep_fetch(o);
+    if (error) return error;
     hstep_changed(o, tensor, 1);
     s->code = code;
     s->extra = extra;
@@ -262,7 +259,7 @@ int hstep_check_bound(const halfstep_optimizer *o, int first, int n)
             const struct hstep_slot *slot = &o->tensors[i].slot[s];
             if (o->storage && s != HALFSTEP_SLOT_GRADIENT) continue;
             if ((s >= HALFSTEP_SLOT_STATE && slot->code_bytes && !slot->code) || (slot->extra_bytes && !slot->extra))
-                return fail_unbound(o, i, slot_name(o, i, s));
+                return fail_unbound(o, i, hstep_slot_name(o, i, s));
         }
     return HALFSTEP_OK;
 }
@@ -284,13 +281,13 @@ static int check_rows(const halfstep_optimizer *o, int32_t tensor, int32_t slot,
                           o->labels[tensor].name, (long long)first_row, (long long)n_rows, (long long)rows);
     if (s->format < 0)
         return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': %s stores nothing", o->labels[tensor].name,
-                          slot_name(o, tensor, slot));
+                          hstep_slot_name(o, tensor, slot));
     if (!n_rows || !columns) return HALFSTEP_OK;
     if (!values || (slot < HALFSTEP_SLOT_STATE && !data))
         return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': NULL data", o->labels[tensor].name);
     if (hstep_is_stored(o, tensor, slot)) return hstep_check_storage(o);
     if ((slot >= HALFSTEP_SLOT_STATE && !s->code) || (s->extra_bytes && !s->extra))
-        return fail_unbound(o, tensor, slot_name(o, tensor, slot));
+        return fail_unbound(o, tensor, hstep_slot_name(o, tensor, slot));
     return HALFSTEP_OK;
 }
 
@@ -331,10 +328,10 @@ static int check_values(const halfstep_optimizer *o, int32_t tensor, int32_t slo
         memcpy(&bits, in + i, 4);
         if ((bits & 0x7fffffff) >= 0x7f800000)
             return hstep_fail(o, HALFSTEP_ERROR_RANGE, "tensor '%s': element %lld of %s is not finite",
-                              o->labels[tensor].name, (long long)i, slot_name(o, tensor, slot));
+                              o->labels[tensor].name, (long long)i, hstep_slot_name(o, tensor, slot));
         if (s->nonneg && in[i] < 0.0f)
             return hstep_fail(o, HALFSTEP_ERROR_RANGE, "tensor '%s': element %lld of %s is negative",
-                              o->labels[tensor].name, (long long)i, slot_name(o, tensor, slot));
+                              o->labels[tensor].name, (long long)i, hstep_slot_name(o, tensor, slot));
     }
     return HALFSTEP_OK;
 }
@@ -357,7 +354,7 @@ static int write_slot(halfstep_optimizer *o, int32_t tensor, int32_t slot, void 
     if (f->geometry == HALFSTEP_GEOMETRY_TENSOR && whole && (end - first != whole || !hstep_is_whole(t)))
         return hstep_fail(o, HALFSTEP_ERROR_RANGE,
                           "tensor '%s': '%s' has one scale, so all of %s must be written at once",
-                          o->labels[tensor].name, f->name, slot_name(o, tensor, slot));
+                          o->labels[tensor].name, f->name, hstep_slot_name(o, tensor, slot));
     if (slot < HALFSTEP_SLOT_STATE && end > first && (error = check_owned(o, data, o->labels[tensor].name)))
         return error;
     hstep_forget_results(o, tensor, 1);
@@ -398,9 +395,7 @@ int halfstep_read_slot(const halfstep_optimizer *o, int32_t tensor, int32_t slot
 {
     HSTEP_NEED(o, o);
     struct hstep_fp fp = hstep_fp_enter();
-    int result = read_slot(o, tensor, slot, data, first_row, n_rows, out);
-    hstep_fp_leave(fp);
-    return result;
+    return hstep_fp_return(fp, read_slot(o, tensor, slot, data, first_row, n_rows, out));
 }
 
 int halfstep_write_slot(halfstep_optimizer *o, int32_t tensor, int32_t slot, void *data, int64_t first_row,
@@ -408,9 +403,7 @@ int halfstep_write_slot(halfstep_optimizer *o, int32_t tensor, int32_t slot, voi
 {
     HSTEP_NEED(o, o);
     struct hstep_fp fp = hstep_fp_enter();
-    int result = write_slot(o, tensor, slot, data, first_row, n_rows, in);
-    hstep_fp_leave(fp);
-    return result;
+    return hstep_fp_return(fp, write_slot(o, tensor, slot, data, first_row, n_rows, in));
 }
 
 /* Reads the weights of all tensors into `values`, or writes them. Checks all of them before the first is moved. */
@@ -437,9 +430,7 @@ int halfstep_read_weights(const halfstep_optimizer *o, void *const *weights, flo
     HSTEP_NEED(o, weights);
     HSTEP_NEED(o, out);
     struct hstep_fp fp = hstep_fp_enter();
-    int result = move_weights((halfstep_optimizer *)(uintptr_t)o, weights, out, 0); /* it only reads */
-    hstep_fp_leave(fp);
-    return result;
+    return hstep_fp_return(fp, move_weights((halfstep_optimizer *)(uintptr_t)o, weights, out, 0)); /* it only reads */
 }
 
 int halfstep_write_weights(halfstep_optimizer *o, void *const *weights, float *const *in)
@@ -448,9 +439,7 @@ int halfstep_write_weights(halfstep_optimizer *o, void *const *weights, float *c
     HSTEP_NEED(o, weights);
     HSTEP_NEED(o, in);
     struct hstep_fp fp = hstep_fp_enter();
-    int result = move_weights(o, weights, in, 1);
-    hstep_fp_leave(fp);
-    return result;
+    return hstep_fp_return(fp, move_weights(o, weights, in, 1));
 }
 
 int halfstep_read_average(const halfstep_optimizer *o, int32_t tensor, const void *weight, int64_t first_row,
@@ -458,9 +447,7 @@ int halfstep_read_average(const halfstep_optimizer *o, int32_t tensor, const voi
 {
     HSTEP_NEED(o, o);
     struct hstep_fp fp = hstep_fp_enter();
-    int result = read_average(o, tensor, weight, first_row, n_rows, out);
-    hstep_fp_leave(fp);
-    return result;
+    return hstep_fp_return(fp, read_average(o, tensor, weight, first_row, n_rows, out));
 }
 
 int halfstep_saturated(const halfstep_optimizer *o, int32_t tensor, const void *data, uint64_t *count)

@@ -6,7 +6,9 @@
 
 #include "base/grid.h"
 #include "base/structs.h"
-#include "handle/optimizer.h"
+#include "handle/checks.h"
+#include "handle/devices/sync.h"
+#include "handle/tensors.h"
 #include "kernels/dispatch.h"
 
 _Static_assert(HALFSTEP_MAX_SCALARS == HSTEP_MAX_NAMED_SCALARS, "a record has the scalars of any rule");
@@ -116,11 +118,11 @@ static int check_numbers(const halfstep_optimizer *o, const halfstep_record *r)
 static int check_tensor_record(const halfstep_optimizer *o, const halfstep_record *r)
 {
     char of[HSTEP_DETAIL_BYTES];
-    int error;
     snprintf(of, sizeof of, "tensor '%s': ", o->labels[r->index].name);
-    if ((error = check_count(o, of, "state_steps", r->state_steps)) ||
-        (error = check_count(o, of, "full_steps", r->full_steps)) || (error = check_count(o, of, "writes", r->writes)))
-        return error;
+    int error = check_count(o, of, "state_steps", r->state_steps);
+    if (!error) error = check_count(o, of, "full_steps", r->full_steps);
+    if (!error) error = check_count(o, of, "writes", r->writes);
+    if (error) return error;
     const int same = r->id ? hstep_find_id(o, r->id) : -1;
     if (same >= 0 && same != r->index)
         return hstep_fail(o, HALFSTEP_ERROR_DUPLICATE, "tensor '%s' already has id %016llx", o->labels[same].name,

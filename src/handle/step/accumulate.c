@@ -2,7 +2,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "handle/optimizer.h"
+#include "handle/checks.h"
+#include "handle/devices/sync.h"
+#include "handle/plan.h"
 #include "kernels/dispatch.h"
 #include "tables/layout.h"
 
@@ -10,12 +12,11 @@
  * accumulation must not settle the handle. */
 static int run_accumulation(const halfstep_optimizer *o, int tensor, struct hstep_accumulation *a)
 {
-    struct hstep_tensor t = o->tensors[tensor];
+    struct hstep_tensor t = hstep_laid_out(o, tensor);
     struct hstep_chunk *chunks = NULL;
     a->tensor = &t;
     a->chunks = o->chunks + t.first_chunk;
     if (!o->settled) {
-        hstep_lay_out(&t);
         t.chunks = hstep_cut_tensor(&t, 0, NULL);
         chunks = malloc((size_t)(t.chunks + 1) * sizeof *chunks);
         if (!chunks)
@@ -71,9 +72,10 @@ static int accumulate(halfstep_optimizer *o, int32_t tensor, void *accumulator, 
         return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': NULL accumulator or gradient",
                           o->labels[tensor].name);
     int stochastic = hstep_formats[a.format].stochastic, elements = t->n_rows && t->n_columns;
-    if ((stochastic && (error = hstep_fetch(o))) ||
-        (elements && ((error = hstep_check_owned(o, accumulator)) || (error = hstep_check_owned(o, gradient)))))
-        return hstep_why(o, error);
+    if (stochastic) error = hstep_fetch(o);
+    if (!error && elements) error = hstep_check_owned(o, accumulator);
+    if (!error && elements) error = hstep_check_owned(o, gradient);
+    if (error) return hstep_why(o, error);
     /* An update counts in both counters, an accumulation only in writes. Their difference numbers the accumulations. */
     int generator = hstep_generator_id(o->generator);
     a.stream = hstep_key_write(generator, o->seed, t->id,
@@ -94,7 +96,5 @@ int halfstep_accumulate(halfstep_optimizer *o, int32_t tensor, void *accumulator
     HSTEP_NEED(o, format);
     HSTEP_NEED(o, gradient_format);
     struct hstep_fp fp = hstep_fp_enter();
-    int result = accumulate(o, tensor, accumulator, format, gradient, gradient_format, scale);
-    hstep_fp_leave(fp);
-    return result;
+    return hstep_fp_return(fp, accumulate(o, tensor, accumulator, format, gradient, gradient_format, scale));
 }

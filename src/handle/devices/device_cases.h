@@ -17,8 +17,8 @@ int hstep_age_cases(halfstep_optimizer *o);
 void hstep_set_case_step(halfstep_optimizer *o, int step);
 
 /* Writes the numbers of a weight or a gradient, of 2 or 4 bytes each. Every eleventh block of 32 of a gradient is zero.
- * Some weights of every fourth tensor are the largest finite
- * numbers, unless l2 decay or sums over the tensor would square them. */
+ * Some weights of every fourth tensor are the largest finite numbers, unless l2 decay or sums over the tensor would
+ * square them. */
 void hstep_fill_case(char *data, const halfstep_optimizer *o, int tensor, int slot, uint64_t seed);
 
 #endif

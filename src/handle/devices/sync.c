@@ -10,7 +10,9 @@
 
 #include "base/lock.h"
 #include "base/structs.h"
-#include "handle/optimizer.h"
+#include "handle/checks.h"
+#include "handle/devices/sync.h"
+#include "handle/step/ahead.h"
 #include "kernels/dispatch.h"
 
 static int records(const halfstep_optimizer *o) { return o->device->records && o->device->records(&o->context); }
@@ -77,7 +79,9 @@ static int send(halfstep_optimizer *o)
     int first = o->changed_first, n = o->changed_end - first;
     uint64_t bytes = (uint64_t)n * sizeof *o->tensors;
     int error = n ? o->device->copy(&o->context, o->plan.tensors + first, o->tensors + first, bytes) : HALFSTEP_OK;
-    if (error || (error = send_groups(o)) || (error = send_ledger(o))) return hstep_why(o, error);
+    if (!error) error = send_groups(o);
+    if (!error) error = send_ledger(o);
+    if (error) return hstep_why(o, error);
     o->changed_first = o->changed_end = o->counts_changed = 0;
     return HALFSTEP_OK;
 }

@@ -1,7 +1,10 @@
 /* Checks before anything of a step is done. States, gradients and weights must be there, and the step must not depend
  * on elements of a tensor that other processes hold. */
 #include "decide/prepare.h"
-#include "handle/optimizer.h"
+#include "handle/checks.h"
+#include "handle/states/slots.h"
+#include "handle/states/storage.h"
+#include "handle/step/ready.h"
 
 /* Fails unless states, weights and gradients have their memory. Conditions that nearly always hold are counted when the
  * handle is settled, or remembered. Checking them in each of a thousand small tensors would cost time. */
@@ -201,11 +204,13 @@ static int check_memory(const struct hstep_request *s)
 int hstep_check_ready(const struct hstep_request *s, enum hstep_part part)
 {
     int error = hstep_begin_storage(s->o);
-    if (error || (error = check_bound(s)) || (error = check_accumulates(s)) || (error = check_single(s)) ||
-        (part != HSTEP_PART_BEGIN &&
-         ((error = check_schedules(s)) || (error = check_rates(s)) || (error = check_preparable(s)))) ||
-        (part == HSTEP_PART_FINISH && (error = check_norms(s))) ||
-        (part == HSTEP_PART_ALL && (error = check_alone(s))) || (error = check_memory(s)))
-        return error;
-    return HALFSTEP_OK;
+    if (!error) error = check_bound(s);
+    if (!error) error = check_accumulates(s);
+    if (!error) error = check_single(s);
+    if (!error && part != HSTEP_PART_BEGIN) error = check_schedules(s);
+    if (!error && part != HSTEP_PART_BEGIN) error = check_rates(s);
+    if (!error && part != HSTEP_PART_BEGIN) error = check_preparable(s);
+    if (!error && part == HSTEP_PART_FINISH) error = check_norms(s);
+    if (!error && part == HSTEP_PART_ALL) error = check_alone(s);
+    return error ? error : check_memory(s);
 }

@@ -4,7 +4,11 @@
 #include <string.h>
 
 #include "decide/pass.h"
-#include "handle/optimizer.h"
+#include "handle/checks.h"
+#include "handle/plan.h"
+#include "handle/states/storage.h"
+#include "handle/step/ahead.h"
+#include "handle/step/ready.h"
 
 /* A result of a step in advance: where it is, and what it was made of apart from the constants of its update. */
 struct result {
@@ -97,12 +101,6 @@ static int check_tensor(const halfstep_optimizer *o, int tensor, const struct hs
                       o->labels[tensor].name, why);
 }
 
-/* Describes the streams of a result as those of a piece in storage. */
-static halfstep_piece streams_of(const struct hstep_tensor *t, int tensor)
-{
-    return hstep_describe(t, tensor, 0, t->n_rows, 0);
-}
-
 int halfstep_ahead_bytes(const halfstep_optimizer *o, int32_t tensor, uint64_t *bytes)
 {
     HSTEP_NEED(o, o);
@@ -112,7 +110,7 @@ int halfstep_ahead_bytes(const halfstep_optimizer *o, int32_t tensor, uint64_t *
     if (error || (error = check_device(o))) return error;
     const struct hstep_tensor t = hstep_laid_out(o, tensor);
     if ((error = check_tensor(o, tensor, &t))) return error;
-    *bytes = streams_of(&t, tensor).state_bytes;
+    *bytes = hstep_describe(&t, tensor, 0, t.n_rows, 0).state_bytes;
     return HALFSTEP_OK;
 }
 
@@ -138,11 +136,8 @@ static int check_place(const struct hstep_request *s, uint64_t bytes)
 /* Points the slots of a tensor into the memory of its result. */
 static void place_streams(struct hstep_tensor *t, const halfstep_piece *p, char *memory)
 {
-    for (int i = HALFSTEP_SLOT_WEIGHT; i < HSTEP_SLOTS; i++) {
-        if (i == HALFSTEP_SLOT_GRADIENT) continue;
-        if (p->slot[i].code_bytes) t->slot[i].code = memory + p->slot[i].code_offset;
-        if (p->slot[i].extra_bytes) t->slot[i].extra = memory + p->slot[i].extra_offset;
-    }
+    for (struct hstep_cursor c = {0}; hstep_next_stream(t, &c);)
+        *c.place = memory + hstep_range_of(p, c.slot, c.extra).offset;
 }
 
 int hstep_step_in_advance(const struct hstep_request *s, int64_t *statistics)
@@ -151,9 +146,11 @@ int hstep_step_in_advance(const struct hstep_request *s, int64_t *statistics)
     const int i = s->call.first;
     const struct hstep_tensor *t = &o->tensors[i];
     int error = check_device(o);
-    if (error || (error = hstep_check_ready(s, HSTEP_PART_NORMS)) || (error = check_tensor(o, i, t))) return error;
-    const halfstep_piece streams = streams_of(t, i);
-    if ((error = check_place(s, streams.state_bytes))) return error;
+    if (!error) error = hstep_check_ready(s, HSTEP_PART_NORMS);
+    if (!error) error = check_tensor(o, i, t);
+    const halfstep_piece streams = hstep_describe(t, i, 0, t->n_rows, 0); /* a result is laid out as a piece */
+    if (!error) error = check_place(s, streams.state_bytes);
+    if (error) return error;
     struct hstep_results *all = open_results(o);
     if (!all) return hstep_fail_memory(o, (uint64_t)o->n_tensors * sizeof *all->tensors, "results of steps in advance");
     struct result *r = &all->result[i];

@@ -4,7 +4,13 @@
 #include "base/lock.h"
 #include "base/structs.h"
 #include "decide/pass.h"
-#include "handle/optimizer.h"
+#include "handle/checks.h"
+#include "handle/devices/sync.h"
+#include "handle/plan.h"
+#include "handle/states/walk.h"
+#include "handle/step/ahead.h"
+#include "handle/step/ready.h"
+#include "handle/tensors.h"
 #include "kernels/dispatch.h"
 #include "tables/layout.h"
 
@@ -37,13 +43,7 @@ static int64_t count_sums(const halfstep_optimizer *o, int first, int n)
 {
     int64_t sums = 0;
     if (o->settled && (!o->sums || n == o->n_tensors)) return o->sums;
-    for (int i = first; i < first + n && o->settled; i++) sums += o->tensors[i].sums;
-    for (int i = first; i < first + n && !o->settled; i++) {
-        struct hstep_tensor t = o->tensors[i];
-        t.cautious = o->groups[t.group].hyper[HSTEP_CAUTIOUS] != 0.0;
-        hstep_lay_out(&t);
-        sums += t.sums;
-    }
+    for (int i = first; i < first + n; i++) sums += o->settled ? o->tensors[i].sums : hstep_laid_out(o, i).sums;
     return sums;
 }
 
@@ -53,14 +53,10 @@ static int64_t count_statistics(const halfstep_optimizer *o, int first, int n)
     return hstep_sums_offset(n) + count_sums(o, first, n) * HSTEP_EXACT_LIMBS;
 }
 
-/* Return how many integers the statistics have: those of the sums, and all. */
-static int64_t sums_count(const struct hstep_request *s)
+/* Returns the bytes of a request's statistics. */
+static uint64_t statistics_bytes(const struct hstep_request *s)
 {
-    return count_sums(s->o, s->call.first, s->call.n) * HSTEP_EXACT_LIMBS;
-}
-static int64_t statistics_count(const struct hstep_request *s)
-{
-    return count_statistics(s->o, s->call.first, s->call.n);
+    return (uint64_t)count_statistics(s->o, s->call.first, s->call.n) * sizeof(int64_t);
 }
 
 /* ---- Memory of the device ---- */
@@ -96,17 +92,16 @@ static int begin(const struct hstep_request *s)
 {
     const struct hstep_call *c = &s->call;
     *s->norms_made = 0;
-    int error = s->o->device->zero(c->context, c->statistics, (uint64_t)statistics_count(s) * sizeof *c->statistics);
+    int error = s->o->device->zero(c->context, c->statistics, statistics_bytes(s));
     return error ? error : hstep_scan_rest(s);
 }
 
 static int zero_sums(const struct hstep_request *s)
 {
     const struct hstep_call *c = &s->call;
-    int64_t count = sums_count(s);
-    if (!count) return HALFSTEP_OK;
-    return s->o->device->zero(c->context, c->statistics + hstep_sums_offset(c->n),
-                              (uint64_t)count * sizeof *c->statistics);
+    const int64_t first = hstep_sums_offset(c->n);
+    const uint64_t bytes = statistics_bytes(s) - (uint64_t)first * sizeof *c->statistics;
+    return bytes ? s->o->device->zero(c->context, c->statistics + first, bytes) : HALFSTEP_OK;
 }
 
 /* Makes the sums of matrices with vectors, which need new vectors. Puts the old vectors back afterwards,
@@ -155,14 +150,14 @@ static int norms(const struct hstep_request *s)
 {
     const struct hstep_device *device = s->o->device;
     const struct hstep_call *c = &s->call;
-    int64_t count = sums_count(s);
-    int error;
+    const int64_t count = count_sums(s->o, c->first, c->n);
     if (!count || c->micro) return HALFSTEP_OK;
-    if ((error = device->decide(c)) || (error = zero_sums(s)) || (error = sum_all(s)) ||
-        (error = device->carry(c->context, c->statistics + hstep_sums_offset(c->n), count / HSTEP_EXACT_LIMBS)))
-        return error;
-    *s->norms_made = 1;
-    return HALFSTEP_OK;
+    int error = device->decide(c);
+    if (!error) error = zero_sums(s);
+    if (!error) error = sum_all(s);
+    if (!error) error = device->carry(c->context, c->statistics + hstep_sums_offset(c->n), count / HSTEP_EXACT_LIMBS);
+    if (!error) *s->norms_made = 1;
+    return error;
 }
 
 static int transform(const halfstep_optimizer *o, const struct hstep_call *call, int tensor)
@@ -254,13 +249,12 @@ int hstep_step_tensors(const struct hstep_request *s, int first, int n, int made
     const halfstep_optimizer *o = s->o;
     const struct hstep_call *c = &s->call;
     const int totals = o->totals && !c->micro;
-    int error, sums = 0;
+    int error = HALFSTEP_OK, sums = 0;
     for (int i = first; o->sums && i < first + n && !o->tensors[i].pairs; i++)
         sums |= c->gradients[i - c->first] && hstep_needs_sums(&o->tensors[i], c->micro);
-    if ((sums && !made && (error = o->device->sum(c, first, n))) ||
-        (sums && !totals && (error = o->device->decide_sums(c, first, n))))
-        return error;
-    return update_tensors(s, first, n);
+    if (sums && !made) error = o->device->sum(c, first, n);
+    if (!error && sums && !totals) error = o->device->decide_sums(c, first, n);
+    return error ? error : update_tensors(s, first, n);
 }
 
 /* Updates all tensors of the call. For rules of two passes makes the sums first, unless they are made. Begins with the
@@ -269,17 +263,18 @@ static int update_all(const struct hstep_request *s)
 {
     const halfstep_optimizer *o = s->o;
     const struct hstep_call *c = &s->call;
-    int error, totals = o->totals && !c->micro, made = *s->norms_made || totals;
+    int error = HALFSTEP_OK, totals = o->totals && !c->micro, made = *s->norms_made || totals;
     if (!c->n) return HALFSTEP_OK;
-    if (totals && ((!*s->norms_made && (error = sum_all(s))) || (error = o->device->decide_sums(c, c->first, c->n))))
-        return error;
+    if (totals && !*s->norms_made) error = sum_all(s);
+    if (!error && totals) error = o->device->decide_sums(c, c->first, c->n);
+    if (error) return error;
     if (o->storage) return hstep_walk(s, 0);
     if (!o->sums && !o->factored) return update_tensors(s, c->first, c->n);
-    for (int end = c->first + c->n, first; end > c->first; end = first) {
+    for (int end = c->first + c->n, first; !error && end > c->first; end = first) {
         first = start_of_batch(s, end);
-        if ((error = hstep_step_tensors(s, first, end - first, made))) return error;
+        error = hstep_step_tensors(s, first, end - first, made);
     }
-    return HALFSTEP_OK;
+    return error;
 }
 
 /* Counts a refused step, or refused tensors, and returns the error. */
@@ -297,10 +292,10 @@ static int submit(const struct hstep_request *given)
 {
     const struct hstep_device *device = given->o->device;
     struct hstep_request s = *given;
-    int error;
-    if (!(error = device->decide(&s.call)) && (*s.norms_made || !(error = zero_sums(&s))) &&
-        !(error = hstep_use_results(&s)))
-        error = update_all(&s);
+    int error = device->decide(&s.call);
+    if (!error && !*s.norms_made) error = zero_sums(&s);
+    if (!error) error = hstep_use_results(&s);
+    if (!error) error = update_all(&s);
     hstep_end_results(&s);
     return error ? error : device->count(&s.call);
 }
@@ -328,7 +323,7 @@ static int make_asynchronously(struct hstep_request *s, enum hstep_part part, in
 {
     halfstep_optimizer *o = s->o;
     const struct hstep_device *device = o->device;
-    uint64_t bytes = (uint64_t)statistics_count(s) * sizeof *scratch;
+    const uint64_t bytes = statistics_bytes(s);
     int error = hstep_send(o);
     if (error) return error;
     s->call.statistics = scratch;
@@ -360,7 +355,7 @@ static int make(struct hstep_request *s, enum hstep_part part, int64_t *statisti
     s->call.statistics = part == HSTEP_PART_BEGIN || part == HSTEP_PART_NORMS ? statistics : scratch;
     error = hand_over(s, 0);
     if (!error && part == HSTEP_PART_FINISH)
-        error = o->device->copy(&o->context, scratch, statistics, (uint64_t)statistics_count(s) * sizeof *scratch);
+        error = o->device->copy(&o->context, scratch, statistics, statistics_bytes(s));
     if (!error && (part == HSTEP_PART_BEGIN || part == HSTEP_PART_ALL)) error = begin(s);
     if (!error && part == HSTEP_PART_NORMS) error = norms(s);
     return error || part == HSTEP_PART_BEGIN || part == HSTEP_PART_NORMS ? hstep_wait(o, error) : finish(s);
@@ -388,9 +383,7 @@ static int run_all(halfstep_optimizer *o, const halfstep_call *call, enum hstep_
     s.call.verdict = o->verdict;
     s.ahead = part == HSTEP_PART_NORMS ? NULL : call->ahead;
     struct hstep_fp fp = hstep_fp_enter();
-    int result = make(&s, part, call->statistics, o->plan.statistics);
-    hstep_fp_leave(fp);
-    return result;
+    return hstep_fp_return(fp, make(&s, part, call->statistics, o->plan.statistics));
 }
 
 static int run_one(halfstep_optimizer *o, const halfstep_call *call, enum hstep_part part)

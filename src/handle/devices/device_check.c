@@ -5,7 +5,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "handle/device_cases.h"
+#include "handle/checks.h"
+#include "handle/devices/device_cases.h"
+#include "handle/devices/device_check.h"
+#include "handle/states/slots.h"
+#include "tables/layout.h"
 #define HALFSTEP_ADVANCED
 #include "halfstep.h"
 
@@ -146,15 +150,9 @@ static int compare_states(const struct check *c)
 {
     const struct side *host = &c->side[HOST];
     for (int i = 0; i < c->tensors; i++)
-        for (int slot = 0; slot < HSTEP_SLOTS; slot++) {
-            halfstep_slot_info info = {.struct_size = sizeof info};
-            if (halfstep_get_slot_info(host->o, i, slot, &info) || info.format < 0) continue;
-            const char *streams[] = {slot < HALFSTEP_SLOT_STATE ? NULL : info.code, info.extra};
-            const uint64_t bytes[] = {info.code_bytes, info.extra_bytes};
-            for (int j = 0; j < 2; j++)
-                if (streams[j] && memcmp(streams[j], c->copy + (streams[j] - host->states), (size_t)bytes[j]))
-                    return fail_bits(c, i, info.name);
-        }
+        for (struct hstep_cursor s = {0}; hstep_next_stream(&host->o->tensors[i], &s);)
+            if (memcmp(*s.place, c->copy + (*s.place - host->states), (size_t)s.bytes))
+                return fail_bits(c, i, hstep_slot_name(host->o, i, s.slot));
     return HALFSTEP_OK;
 }
 

@@ -1,4 +1,4 @@
-#include "handle/device_cases.h"
+#include "handle/devices/device_cases.h"
 
 #include <stdio.h>
 #include <string.h>
