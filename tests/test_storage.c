@@ -880,8 +880,8 @@ static void compare_memory(const char *recipe, const halfstep_optimizer *o, cons
           (unsigned long long)gradients, (unsigned long long)extras, (unsigned long long)states);
 }
 
-/* Makes an optimizer with two tensors of each shape, and one step of it in storage. A forecast has its bytes. Pieces are
- * larger than piece_bytes because of their weights, so that no memory is left in which any could stay. */
+/* Makes an optimizer with two tensors of each shape, and one step of it in storage. A forecast has its bytes. Pieces
+ * are larger than piece_bytes because of their weights, so that no memory is left in which any could stay. */
 static void check_forecast(const char *recipe)
 {
     enum { EACH = 2, SHAPES = 4, PIECE = 20000 };

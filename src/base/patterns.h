@@ -5,13 +5,6 @@
 
 #include <stdint.h>
 
-static inline uint64_t hstep_mix(uint64_t z)
-{
-    z = (z ^ (z >> 30)) * UINT64_C(0xbf58476d1ce4e5b9);
-    z = (z ^ (z >> 27)) * UINT64_C(0x94d049bb133111eb);
-    return z ^ (z >> 31);
-}
-
 /* Returns an fp32 pattern. Most have magnitudes of 2^-4 .. 2^-19. Some are far larger or smaller, subnormals, or zeros
  * of both signs. */
 static inline uint32_t hstep_pattern(uint64_t r)

@@ -9,6 +9,7 @@
 #include <string.h>
 
 #include "base/patterns.h"
+#include "base/rng.h"
 #include "common/hash.h"
 
 /* ---- The list of cases ------------------------------------------------------------------------------------------- */
