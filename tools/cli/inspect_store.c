@@ -39,14 +39,7 @@ struct about {
 /* Makes room for one more item. Returns 0 without memory. */
 static int grow(hstep_json *json, void *items, size_t n, size_t *capacity, size_t bytes)
 {
-    void **list = items;
-    if (n < *capacity) return 1;
-    const size_t more = *capacity ? 2 * *capacity : 64;
-    void *grown = realloc(*list, more * bytes);
-    if (!grown) return hstep_json_fail(json, "out of memory");
-    *list = grown;
-    *capacity = more;
-    return 1;
+    return io_grow(items, n, capacity, bytes) || hstep_json_fail(json, "out of memory");
 }
 
 /* Goes to the next item of a list, the first one if n is 0. Returns 0 behind the last, and after an error. */

@@ -43,15 +43,9 @@ static int judge(const struct problems *p)
 
 static void add_file(struct data_list *list, struct problems *p, const char *path, int named)
 {
-    if (list->n == list->capacity) {
-        size_t capacity = list->capacity ? 2 * list->capacity : 16;
-        void *grown = realloc(list->file, capacity * sizeof *list->file);
-        if (!grown) {
-            p->no_memory = 1;
-            return;
-        }
-        list->file = grown;
-        list->capacity = capacity;
+    if (!io_grow((void **)&list->file, list->n, &list->capacity, sizeof *list->file)) {
+        p->no_memory = 1;
+        return;
     }
     char *copy = strdup(path);
     if (!copy) p->no_memory = 1;

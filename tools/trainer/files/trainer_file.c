@@ -90,12 +90,7 @@ static int read_options(hstep_json *json, struct trainer_file *file)
             hstep_json_fail(json, "an option twice");
             return 0;
         }
-        if (file->options == capacity) {
-            capacity = capacity ? 2 * capacity : 64;
-            struct trainer_option *grown = realloc(file->option, capacity * sizeof *grown);
-            if (!grown) return -1;
-            file->option = grown;
-        }
+        if (!io_grow((void **)&file->option, file->options, &capacity, sizeof *file->option)) return -1;
         file->option[file->options++] = option;
     }
     return 0;

@@ -11,32 +11,18 @@
 
 /* ---- History ----------------------------------------------------------------------------------------------------- */
 
-static int grow(void **items, size_t *capacity, size_t n, size_t item_bytes)
-{
-    if (n < *capacity) return 0;
-    size_t wanted = *capacity ? 2 * *capacity : 256;
-    void *grown = realloc(*items, wanted * item_bytes);
-    if (!grown) return -1;
-    *items = grown;
-    *capacity = wanted;
-    return 0;
-}
-
 int history_add_point(struct run_history *history, const struct run_point *point)
 {
-    void *items = history->point;
-    if (grow(&items, &history->point_capacity, history->n_points, sizeof *point) != 0) return -1;
-    history->point = items;
+    if (!io_grow((void **)&history->point, history->n_points, &history->point_capacity, sizeof *point)) return -1;
     history->point[history->n_points++] = *point;
     return 0;
 }
 
 int history_add_validation(struct run_history *history, double step, double loss)
 {
-    void *items = history->validation;
-    if (grow(&items, &history->validation_capacity, history->n_validations, sizeof *history->validation) != 0)
+    if (!io_grow((void **)&history->validation, history->n_validations, &history->validation_capacity,
+                 sizeof *history->validation))
         return -1;
-    history->validation = items;
     history->validation[history->n_validations++] = (struct run_validation){step, loss};
     return 0;
 }

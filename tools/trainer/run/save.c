@@ -132,12 +132,7 @@ static int keep_option(void *context, const struct option *option, const char *v
 {
     struct saving *saving = context;
     struct trainer_file *file = saving->file;
-    if (file->options == saving->capacity) {
-        saving->capacity = saving->capacity ? 2 * saving->capacity : 64;
-        struct trainer_option *grown = realloc(file->option, saving->capacity * sizeof *grown);
-        if (!grown) return -1;
-        file->option = grown;
-    }
+    if (!io_grow((void **)&file->option, file->options, &saving->capacity, sizeof *file->option)) return -1;
     char *copy = strdup(value);
     if (!copy) return -1;
     file->option[file->options++] = (struct trainer_option){option->name, copy};
