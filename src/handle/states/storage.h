@@ -65,7 +65,8 @@ uint64_t hstep_least_memory(uint64_t largest, uint64_t all, uint64_t piece_bytes
 uint64_t hstep_space_of(const struct hstep_stored_piece *p);
 /* Takes the addresses from all streams that are in pieces. */
 void hstep_clear_addresses(halfstep_optimizer *o, int first, int n);
-/* Fails with the code and the text of the storage. Waits for all that is under way. changed: 1 if a step or a write may be half done. */
+/* Fails with the code and the text of the storage. Waits for all that is under way. changed: 1 if a step or a write may
+ * be half done. */
 int hstep_fail_storage(const halfstep_optimizer *o, int code, int changed);
 /* Fails with ORDER if the storage has failed since it was bound. Succeeds without storage. */
 int hstep_check_storage(const halfstep_optimizer *o);

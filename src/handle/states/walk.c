@@ -1,6 +1,6 @@
 /* Work on states in storage. A walk brings pieces into memory, has the step work on them there, and writes them back.
- * Functions about slots bring one piece at a time. While a piece is in memory, the slots of its tensor have addresses such that offsets in the whole tensor lead into the
- * piece. */
+ * Functions about slots bring one piece at a time. While a piece is in memory, the slots of its tensor have addresses
+ * such that offsets in the whole tensor lead into the piece. */
 #include "handle/states/walk.h"
 
 #include "base/lock.h"

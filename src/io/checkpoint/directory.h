@@ -1,5 +1,5 @@
-/* What a checkpoint directory holds: manifests, generations and their names, which of them may be removed, and which this
- * process knows. docs/checkpoints.md has the layout. */
+/* What a checkpoint directory holds: manifests, generations and their names. Also which generations may be removed, and
+ * which this process knows. docs/checkpoints.md has the layout. */
 #ifndef HALFSTEP_IO_DIRECTORY_H
 #define HALFSTEP_IO_DIRECTORY_H
 

@@ -2,7 +2,7 @@
  * because they can be set back. */
 #include "io/optimizer/read.h"
 
-/* ---- Streams ------------------------------------------------------------------------------------------------------ */
+/* ---- Streams ----------------------------------------------------------------------------------------------------- */
 
 enum { HSTEP_CHECK_BYTES = 1 << 18 };
 
@@ -191,7 +191,7 @@ static int take(loading *l)
     return code;
 }
 
-/* Loads what a file says, or with l->pairs what these say, which are numbers only. */
+/* Loads what a file says, or l->pairs if they are set, which are numbers only. */
 static int load(loading *l, const halfstep_optimizer *optimizer, hstep_error *error)
 {
     record r;
