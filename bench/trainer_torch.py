@@ -15,7 +15,7 @@ nn, functional = torch.nn, torch.nn.functional
 
 
 def hash_counters(seed, a, b, c):
-    """Hashes counters, as tools/trainer/loops/rows.c does. Any of them may be an array."""
+    """Hashes counters, as tools/trainer/products/rows.c does. Any of them may be an array."""
     step = 0x9E3779B97F4A7C15
 
     def mix(x):
@@ -54,7 +54,7 @@ def evaluation_windows(part, count, context):
 
 def image_order(seed, epoch, n):
     """Returns the order of the images in an epoch of `train mnist` (shuffle in
-    tools/trainer/mnist/train_mnist.c)."""
+    tools/trainer/mnist/mnist.c)."""
     order = list(range(n))
     i = numpy.arange(n, dtype=numpy.uint64)
     other = (hash_counters(seed, epoch, i, 0x6D6E697374) % (i + numpy.uint64(1))).tolist()

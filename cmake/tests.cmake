@@ -157,8 +157,8 @@ set(CMAKE_REQUIRED_FLAGS -fsanitize-coverage=trace-pc)
 check_c_source_compiles("void __sanitizer_cov_trace_pc(void) {} int main(void) { return 0; }" can_count_blocks)
 unset(CMAKE_REQUIRED_FLAGS)
 if(can_count_blocks AND with_io AND NOT APPLE)
-  file(GLOB counted CONFIGURE_DEPENDS "${sources_here}/src/handle/*.c" "${sources_here}/src/tables/*.c"
-    "${sources_here}/src/io/*.c" "${sources_here}/src/io/*/*.c")
+  file(GLOB_RECURSE counted CONFIGURE_DEPENDS "${sources_here}/src/handle/*.c" "${sources_here}/src/tables/*.c"
+    "${sources_here}/src/io/*.c")
   add_library(hstep_counted OBJECT ${counted})
   target_include_directories(hstep_counted PRIVATE include src)
   target_compile_definitions(hstep_counted PRIVATE ${halfstep_have_isas})
@@ -177,7 +177,7 @@ foreach(source IN LISTS programs)
     set(extra ${vec_unit_objects})
   elseif(name STREQUAL test_store)
     # The test compiles engine.c itself, with calls that fail.
-    set(extra "$<FILTER:$<TARGET_OBJECTS:hstep_io>,EXCLUDE,/engine\\.c>")
+    set(extra "$<FILTER:$<TARGET_OBJECTS:hstep_io>,EXCLUDE,/engine\\.c>" $<TARGET_OBJECTS:hstep_io_common>)
   elseif(name STREQUAL test_growth)
     if(NOT TARGET hstep_counted)
       continue()
@@ -186,8 +186,8 @@ foreach(source IN LISTS programs)
   elseif(name MATCHES "faults")
     # The linker puts the injector before the C library only in what it links, so halfstep_io's sources come in too.
     set(extra ${tests}/faults/inject.c $<TARGET_OBJECTS:hstep_io>)
-    if(name MATCHES "program") # hstep_tools has those two
-      set(extra ${tests}/faults/inject.c "$<FILTER:$<TARGET_OBJECTS:hstep_io>,EXCLUDE,/(json|numbers)\\.c>")
+    if(NOT name MATCHES "program") # hstep_tools brings them
+      list(APPEND extra $<TARGET_OBJECTS:hstep_io_common>)
     endif()
   endif()
   halfstep_test_program(${name} ${source} ${extra})
@@ -242,8 +242,7 @@ if(TARGET test_faults)
   endif()
   # The program with the injector inside, for tests/faults/sweep.py: AddressSanitizer must itself stand before the C library.
   if(with_tools AND HALFSTEP_SANITIZE MATCHES address)
-    add_executable(halfstep_faulty ${tool_main} ${tests}/faults/inject.c
-      "$<FILTER:$<TARGET_OBJECTS:hstep_io>,EXCLUDE,/(json|numbers)\\.c>") # hstep_tools has those two
+    add_executable(halfstep_faulty ${tool_main} ${tests}/faults/inject.c $<TARGET_OBJECTS:hstep_io>)
     target_compile_definitions(halfstep_faulty PRIVATE HSTEP_FAULTS_ENVIRONMENT=1)
     target_include_directories(halfstep_faulty PRIVATE src tests/faults)
     target_link_libraries(halfstep_faulty PRIVATE hstep_tools halfstep_static)

@@ -5,8 +5,8 @@
 
 #include "test.h"
 #include "trainer/data/digits.h"
-#include "trainer/loops/conv.h"
-#include "trainer/loops/rows.h"
+#include "trainer/products/conv.h"
+#include "trainer/products/rows.h"
 #include "trainer/models/cnn.h"
 #include "trainer/models/llama.h"
 

@@ -234,7 +234,9 @@ static int faulty_fchmod(int fd, mode_t mode)
 #define lstat(path, status) faulty_lstat(path, status)
 #define opendir(path) faulty_opendir(path)
 #include "faults/allocations.h"
-#include "io/checkpoint.c"
+#include "io/checkpoint/directory.c"
+#include "io/checkpoint/open.c"
+#include "io/checkpoint/save.c"
 #include "io/files.c"
 #include "io/json.c"
 #include "io/numbers.c"
@@ -902,6 +904,10 @@ static void test_polish(void)
         CHECK(hstep_make_directory(path, &created, &error) && strstr(text, strerror(answers[i])), "a file: %s", text);
     }
     mkdir_says = 0;
+    char text[512];
+    hstep_error error = hstep_make_error(text, sizeof text);
+    int created = 1;
+    CHECK(hstep_make_directory(path, &created, &error) && !created && strstr(text, "Not a directory"), "%s", text);
 }
 
 /* ---- Checkpoints ------------------------------------------------------------------------------------------------- */

@@ -19,7 +19,7 @@ static int passes(const char *text)
 }
 
 /* Returns the text, read as a document's member "x" and written again. NULL if it is refused. */
-static char *again(const char *text, struct text *out)
+static char *again(const char *text, hstep_buffer *out)
 {
     char copy[4096], why[200] = "";
     struct document d;
@@ -158,18 +158,18 @@ int main(int argc, char **argv)
 
     TEST("a document takes any JSON and gives it again") {
         for (size_t i = 0; i < COUNT(good); i++) {
-            struct text first = {0}, second = {0};
+            hstep_buffer first = {0}, second = {0};
             CHECK(again(good[i], &first) != NULL, "refused: %s", good[i]);
             CHECK(first.data && again(first.data, &second) && passes(second.data), "%s: not read again", good[i]);
             text_free(&first);
             text_free(&second);
         }
         for (size_t i = 0; i < COUNT(bad); i++) {
-            struct text text = {0};
+            hstep_buffer text = {0};
             CHECK(again(bad[i], &text) == NULL, "taken: %s", bad[i]);
             text_free(&text);
         }
-        struct text text = {0};
+        hstep_buffer text = {0};
         CHECK(again("{\"a\": 1, \"a\": 2}", &text) == NULL, "a name twice");
         /* Characters that a terminal does not show, of one unit of UTF-16 or of two, stay escaped. */
         const char *hidden = "\"\\u200B\\uFFF9\\uDB40\\uDC01\\uDB40\\uDC7F\"";
@@ -183,7 +183,7 @@ int main(int argc, char **argv)
 
     TEST("a failure is kept, and nothing is written") {
         struct document d, part;
-        struct text text = {0};
+        hstep_buffer text = {0};
         document_begin(&d);
         put_text(&d, NULL, "lost", "x");
         put_text(&d, d.root, "there", "x");
@@ -208,7 +208,7 @@ int main(int argc, char **argv)
                                     "b\xc3\xa9"),
               "%s", text_string(&text));
         text_free(&text);
-        text_add_json(&text, "\"\\\n\x01\xff\xe2\x82\xac");
+        hstep_append_json(&text, "\"\\\n\x01\xff\xe2\x82\xac");
         CHECK(strcmp(text_string(&text), "\"\\\"\\\\\\u000a\\u0001\xef\xbf\xbd\xe2\x82\xac\"") == 0, "%s",
               text_string(&text));
         text_free(&text);

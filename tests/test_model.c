@@ -10,9 +10,9 @@
 #include "scratch.h"
 #include "test.h"
 #include "trainer/data/data.h"
-#include "trainer/loops/matmul.h"
-#include "trainer/loops/parallel.h"
-#include "trainer/loops/rows.h"
+#include "trainer/products/matmul.h"
+#include "trainer/products/parallel.h"
+#include "trainer/products/rows.h"
 #include "trainer/models/llama.h"
 
 static char error[256];

@@ -82,13 +82,16 @@ static int quick_fsync(int fd)
 #define fsync(fd) quick_fsync(fd)
 #define pread(fd, data, bytes, offset) faulty_pread(fd, data, bytes, offset)
 #include "faults/allocations.h"
-#include "io/checkpoint.c"
+#include "io/checkpoint/directory.c"
+#include "io/checkpoint/open.c"
+#include "io/checkpoint/save.c"
 #include "io/files.c"
 #include "io/safetensors.c"
 #include "io/streams.c"
-#define compare_names compare_tensor_names
-#include "io/optimizer.c"
-#undef compare_names
+#include "io/optimizer/load.c"
+#include "io/optimizer/read.c"
+#include "io/optimizer/record.c"
+#include "io/optimizer/write.c"
 #define snprintf local_snprintf
 #define strtod local_strtod
 #include "io/json.c"
@@ -607,6 +610,8 @@ static const refusal refusals[] = {
     CORRUPT("skipped_steps", "00"),
     CORRUPT("group.1.steps", "03"),
     CORRUPT("scalars.norm.weight", "else 1"),
+    CORRUPT("scalars.linear", "exp_avg_sq.grid 1 max_exp_avg_sq.grid 1 max_exp_avg_sq.grid 1"),
+    CORRUPT("scalars.linear", "exp_avg_sq.grid 1 exp_avg.grid 1"),
     CORRUPT("group.0.beta1", "0,9"),
     CORRUPT("group.0.beta1", ""),
     {META("group.1.decay", "rotten"), MISMATCH, "group.1.decay is rotten"},
@@ -649,6 +654,7 @@ static const refusal refusals[] = {
     {META("group.7.beta1", "3"), 0, ""},
     {META("recipe.linear", "adamw/bf16-sr/int8+int8"), 0, ""},
     {META("missing", NULL), 0, ""},
+    {META("scalars.linear", "exp_avg_sq.grid 1 max_exp_avg_sq.grid 1"), 0, ""},
 };
 
 /* States in single precision, scales over the flattened tensor, and packed weights. */

@@ -9,7 +9,7 @@
 #include "common/args/args.h"
 #include "common/progress.h"
 #include "program_lines.h"
-#include "trainer/run/train.h"
+#include "trainer/run/run.h"
 
 #define LM                                                                                                        \
     "train lm --data text --width 8 --depth 1 --heads 2 --context 4 --batch 2 --eval-batches 1 --sample-bytes 4 " \
@@ -186,7 +186,7 @@ static void test_tables(void)
           target.below);
     CHECK(args_set(&args, &group, &rows[1], "", why, sizeof why) == 2 && strstr(why, "--recipes is empty"), "%s", why);
     CHECK(args_set(&args, &group, &rows[3], "1", why, sizeof why) == 2, "a heading has a value");
-    struct text text = {0};
+    hstep_buffer text = {0};
     CHECK(args_set(&args, &group, &rows[1], "sgd/f32,lion/bf16", why, sizeof why) == 0 && target.recipes.n == 2, "%s",
           why);
     args_text(&group, &rows[1], &text);
@@ -228,7 +228,7 @@ static void test_path_lists(void)
           "%d and %d paths", target.paths.n, target.others.n);
     static const char *const first[] = {"a,b", "./c", "d e", "f", "g", "n0", "n1"};
     for (int i = 0; i < 7 && i < target.paths.n; i++) EQUAL_TEXT(target.paths.item[i], first[i]);
-    struct text text = {0};
+    hstep_buffer text = {0};
     char why[200];
     const struct option_group other = {"Options", rows, COUNT_OF(rows), &again};
     memset(&again, 0, sizeof again);
@@ -624,7 +624,7 @@ static void test_commands(void)
     snprintf(line, sizeof line, COMPARE "--out %0300d", 1);
     CHECK(program(line) == 1 && strstr(program_errors, "File name too long"), "%s", program_errors);
     CHECK(program(COMPARE "--out new --checkpoint text/there") == 1 &&
-              strstr(program_errors, "text/there: Not a directory"),
+              strstr(program_errors, "cannot create directory text: Not a directory"),
           "%s", program_errors);
     /* Both come before the work begins, which takes minutes. */
     static const struct refusal table[] = {

@@ -54,12 +54,12 @@ static void make(struct report *report, const double end[ENTRIES])
     }
 }
 
-static int has(const struct text *text, const char *part) { return text->data && strstr(text->data, part) != NULL; }
+static int has(const hstep_buffer *text, const char *part) { return text->data && strstr(text->data, part) != NULL; }
 
 /* Checks that `text` has this part. */
 #define HAS(part) CHECK(has(&text, part), "\"%s\" is not in %s", part, text.data)
 
-static int count(const struct text *text, const char *part)
+static int count(const hstep_buffer *text, const char *part)
 {
     int n = 0;
     for (const char *at = text->data; at && (at = strstr(at, part)) != NULL; at += strlen(part)) n++;
@@ -118,7 +118,7 @@ int main(int argc, char **argv)
     }
 
     TEST("the sentence") {
-        struct text text = {0};
+        hstep_buffer text = {0};
         make(&report, usual);
         report_sentence(&report, &text);
         HAS("adamw/bf16/bf16-sr ends 1.12 nat above adamw/f32/f32");
@@ -137,7 +137,7 @@ int main(int argc, char **argv)
         make(&report, usual);
         report.entries = 1;
         report_sentence(&report, &text);
-        CHECK(text.n == 0, "a sentence about one recipe: %s", text.data);
+        CHECK(text.bytes == 0, "a sentence about one recipe: %s", text.data);
         text_free(&text);
     }
 
@@ -161,7 +161,7 @@ int main(int argc, char **argv)
         CHECK(n == 4 && report_judge(&report) == 2, "%d checks, %d failed", n, report_judge(&report));
         CHECK(check[0].passed && !check[1].passed && check[2].passed && !check[3].passed, "%d %d %d %d",
               check[0].passed, check[1].passed, check[2].passed, check[3].passed);
-        struct text text = {0};
+        hstep_buffer text = {0};
         report_check_text(&report, &check[1], &text);
         HAS("1.1200 nat above adamw/f32/f32, wanted more than 1.2");
         text_free(&text);
@@ -180,7 +180,7 @@ int main(int argc, char **argv)
     }
 
     TEST("a run that failed, and one that diverged, beside others") {
-        struct text text = {0};
+        hstep_buffer text = {0};
         make(&report, (const double[ENTRIES]){0, NAN, 0.002, -0.2});
         for (int i = 0; i < report.runs; i++) {
             if (runs[i].entry == 2) runs[i].done = 0, runs[i].error = "out of <memory>";
@@ -217,7 +217,7 @@ int main(int argc, char **argv)
     }
 
     TEST("table, CSV and JSON") {
-        struct text text = {0};
+        hstep_buffer text = {0};
         make(&report, usual);
         report_table(&report, &text);
         HAS("+0.0020 ± 0.0017");
@@ -254,7 +254,7 @@ int main(int argc, char **argv)
             {0, 1.12, 0.002, -0.2}, {0, NAN, INFINITY, 0}, {NAN, NAN, NAN, NAN}, {0, 0, 0, 0}};
         for (int kind = 0; kind < 4; kind++)
             for (int done = 0; done <= ENTRIES * SEEDS; done += 3) {
-                struct text text = {0};
+                hstep_buffer text = {0};
                 make(&report, ends[kind]);
                 for (int i = done; i < report.runs; i++) runs[i].done = 0;
                 report_html(&report, &text);
@@ -280,7 +280,7 @@ int main(int argc, char **argv)
     TEST("groups and accuracies") {
         static const char *const groups[] = {"batch 128", "batch <512>"};
         static const struct report_words words = {"test loss", "test loss", "epoch", "images/s", ""};
-        struct text text = {0};
+        hstep_buffer text = {0};
         struct report_row row;
         struct report_check check[4];
         char error[300];
@@ -351,7 +351,7 @@ int main(int argc, char **argv)
                 for (int i = 0; i < 64; i++) x[i] = i + 1, y[i] = scales[s] * (1 + i / 20.0);
                 struct svg_series series = {.name = "s", .n = 64, .x = x, .y = y, .markers = 1};
                 struct svg_chart chart = {0, "t", "x", "y", SVG_LINEAR, axis, 0.01, 300, &series, 1};
-                struct text text = {0};
+                hstep_buffer text = {0};
                 svg_line_chart(&text, &chart);
                 int ticks = count(&text, "class=\"grid\"") + count(&text, "class=\"zero\"");
                 CHECK(ticks >= 2 && ticks <= 16, "scale %g, axis %d: %d lines across", scales[s], axis, ticks);

@@ -1,4 +1,4 @@
-/* Tests what the trainer's models do between matrix products (trainer/loops/rows.h). Every function on every
+/* Tests what the trainer's models do between matrix products (trainer/products/rows.h). Every function on every
  * instruction set is compared with its definition in double, and with the scalar one's bits. */
 #define HALFSTEP_ADVANCED
 #include <math.h>
@@ -6,7 +6,7 @@
 
 #include "halfstep.h"
 #include "test.h"
-#include "trainer/loops/row_kernels.h"
+#include "trainer/products/row_kernels.h"
 #include "trainer/models/llama.h"
 
 enum { MOST = 208, ROOM = MOST + 2 * ROW_LANES };
@@ -47,13 +47,13 @@ static void fill(struct rows *r, uint64_t seed, int type, double spread)
 #define ROW(name, parameters, arguments) CALL_##name,
 #define ROW_FLOAT ROW
 enum call {
-#include "trainer/loops/rows.def"
+#include "trainer/products/rows.def"
     CALLS
 };
 #undef ROW
 #define ROW(name, parameters, arguments) #name,
 static const char *const names[] = {
-#include "trainer/loops/rows.def"
+#include "trainer/products/rows.def"
 };
 #undef ROW
 #undef ROW_FLOAT

@@ -234,7 +234,7 @@ def main(arguments=None):
     try:
         return given.call(given)
     except (ValueError, OSError) as error:
-        text = str(error).removeprefix("halfstep: ")
+        text = str(error).removeprefix(f"{__package__}: ")
         print(_plain(f"python -m halfstep {given.command}: {text}"), file=sys.stderr)
         return 1
 

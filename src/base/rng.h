@@ -77,6 +77,15 @@ static inline int hstep_generator_find(const char *text)
     return 0;
 }
 
+/* Mixes the bits of a number: the last step of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number
+ * generators; OOPSLA 2014). */
+HSTEP_INLINE uint64_t hstep_mix(uint64_t z)
+{
+    z = (z ^ (z >> 30)) * UINT64_C(0xbf58476d1ce4e5b9);
+    z = (z ^ (z >> 27)) * UINT64_C(0x94d049bb133111eb);
+    return z ^ (z >> 31);
+}
+
 /* Computes Philox4x32 (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3; SC'11). `out` may be
  * `ctr`. */
 HSTEP_INLINE void hstep_philox4x32(uint32_t out[4], const uint32_t ctr[4], const uint32_t key[2], int rounds)

@@ -68,9 +68,9 @@ struct hstep_device {
     const char *(*why)(void);
 
     /* For a device whose code a driver loads or compiles, NULL for others. Such code must show the bits of this library
-     * before it touches memory of a caller (handle/device_check.c). trusted() returns 1 if it has shown them, 0 if it
-     * must be checked, or an error. `fused` is a fused row; -1 means all other code. trust() remembers that a check
-     * has passed. */
+     * before it touches memory of a caller (handle/devices/device_check.c). trusted() returns 1 if it has shown them, 0
+     * if it must be checked, or an error. `fused` is a fused row; -1 means all other code. trust() remembers that a
+     * check has passed. */
     int (*trusted)(const struct hstep_context *c, int fused);
     void (*trust)(const struct hstep_context *c, int fused);
 

@@ -5,7 +5,7 @@
 #include <string.h>
 
 #include "base/lock.h"
-#include "handle/optimizer.h"
+#include "handle/checks.h"
 
 const char *halfstep_strerror(int code)
 {

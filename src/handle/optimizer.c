@@ -11,7 +11,13 @@
 #include "base/schedule.h"
 #include "base/structs.h"
 #include "decide/prepare.h"
-#include "handle/optimizer.h"
+#include "handle/checks.h"
+#include "handle/devices/device_check.h"
+#include "handle/devices/sync.h"
+#include "handle/plan.h"
+#include "handle/states/storage.h"
+#include "handle/step/ahead.h"
+#include "handle/tensors.h"
 #include "kernels/dispatch.h"
 
 int32_t halfstep_version(void)
@@ -286,8 +292,9 @@ static int set_hyper(halfstep_optimizer *o, int32_t group, const char *name, dou
             if (index < 0) continue;
             found = 1;
             struct hstep_hyper hyper = hstep_rule_hyper(g->recipe.rule, index);
-            if ((error = check_bounds(o, &hyper, value)) || (error = set_group_hyper(o, g, index, value, !pass)))
-                return error;
+            error = check_bounds(o, &hyper, value);
+            if (!error) error = set_group_hyper(o, g, index, value, !pass);
+            if (error) return error;
         }
     if (found) return HALFSTEP_OK;
     if (!o->n_groups) return fail_no_group(o, name);

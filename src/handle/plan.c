@@ -1,7 +1,10 @@
 /* Settling: turns groups and tensors into the arrays that steps need, once. */
 #include <stdlib.h>
 
-#include "handle/optimizer.h"
+#include "handle/checks.h"
+#include "handle/devices/device_check.h"
+#include "handle/devices/sync.h"
+#include "handle/plan.h"
 #include "tables/layout.h"
 
 static int allocate(const halfstep_optimizer *o, uint64_t bytes, void *place)
@@ -51,6 +54,15 @@ static int find_share(const halfstep_optimizer *o, int i)
     return first;
 }
 
+struct hstep_tensor hstep_laid_out(const halfstep_optimizer *o, int tensor)
+{
+    struct hstep_tensor t = o->tensors[tensor];
+    if (o->settled) return t;
+    t.cautious = o->groups[t.group].hyper[HSTEP_CAUTIOUS] != 0.0;
+    hstep_lay_out(&t);
+    return t;
+}
+
 static void lay_out_all(halfstep_optimizer *o, int64_t *n_chunks, size_t *workspace)
 {
     *n_chunks = 0;
@@ -58,8 +70,7 @@ static void lay_out_all(halfstep_optimizer *o, int64_t *n_chunks, size_t *worksp
     o->sums = o->matrices = o->factored = o->totals = o->parts = 0;
     for (int i = 0; i < o->n_tensors; i++) {
         struct hstep_tensor *t = &o->tensors[i];
-        t->cautious = o->groups[t->group].hyper[HSTEP_CAUTIOUS] != 0.0;
-        hstep_lay_out(t);
+        *t = hstep_laid_out(o, i);
         t->first_chunk = *n_chunks;
         t->chunks = hstep_cut_tensor(t, i, NULL);
         *n_chunks += t->chunks;

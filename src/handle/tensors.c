@@ -6,7 +6,9 @@
 #include "base/grid.h"
 #include "base/structs.h"
 #include "decide/prepare.h"
-#include "handle/optimizer.h"
+#include "handle/checks.h"
+#include "handle/devices/sync.h"
+#include "handle/tensors.h"
 #include "kernels/dispatch.h"
 #include "tables/layout.h"
 
@@ -312,9 +314,7 @@ int halfstep_add_tensor(halfstep_optimizer *o, const halfstep_tensor *tensor, in
         return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor: may_be_empty = %d; allowed: 0, 1", (int)d.may_be_empty);
     hstep_complete(&d);
     struct hstep_fp fp = hstep_fp_enter();
-    int result = add_tensor(o, &d, index);
-    hstep_fp_leave(fp);
-    return result;
+    return hstep_fp_return(fp, add_tensor(o, &d, index));
 }
 
 uint64_t halfstep_name_id(const char *name) { return name ? hstep_hash_name(name) : 0; }

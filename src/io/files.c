@@ -1,4 +1,5 @@
-/* The operating system as POSIX has it. A port to another system rewrites this file and store/engine.c. */
+/* The operating system as POSIX has it. A port to another system rewrites this file and store/engine.c. It
+ * has over 500 lines, so that nothing else needs a port. */
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -39,18 +40,25 @@ static int read_link(const char *path, char *target, size_t size)
     return 1;
 }
 
+const char *hstep_reason(const char *path, char *text, size_t size)
+{
+    char target[512];
+    struct stat status;
+    const int number = errno;
+    /* The system's own words for a link to nothing are "No such file" or "File exists". */
+    if ((number != ENOENT && number != EEXIST) || !stat(path, &status) || !read_link(path, target, sizeof target))
+        return error_text(number, text, size);
+    snprintf(text, size, "it is a link to %s, which does not exist", target);
+    return text;
+}
+
 int hstep_fail_system(hstep_error *error, const char *what, const char *path)
 {
-    char text[256], target[512];
-    struct stat status;
-    int number = errno;
+    char text[600];
+    const int number = errno;
     error->not_found = number == ENOENT || number == ENOTDIR;
-    /* The system's own words for a link to nothing are "No such file" or "File exists". */
-    if ((number == ENOENT || number == EEXIST) && stat(path, &status) && read_link(path, target, sizeof target))
-        return hstep_fail(error, HALFSTEP_ERROR_IO, "cannot %s %s: it is a link to %s, which does not exist", what,
-                          path, target);
-    return hstep_fail(error, number == ENOMEM ? HALFSTEP_ERROR_MEMORY : HALFSTEP_ERROR_IO, "cannot %s %s: %s", what,
-                      path, error_text(number, text, sizeof text));
+    return io_fail(error, number == ENOMEM ? HALFSTEP_ERROR_MEMORY : HALFSTEP_ERROR_IO, "cannot %s %s: %s", what, path,
+                   hstep_reason(path, text, sizeof text));
 }
 
 static int open_retrying(const char *path, int flags, mode_t mode)
@@ -81,7 +89,7 @@ static int wrap_descriptor(hstep_file **file, int fd, const char *path, hstep_er
     hstep_file *made = malloc(sizeof *made + bytes);
     if (!made) {
         close_once(fd);
-        return hstep_fail_memory(error);
+        return io_fail_memory(error);
     }
     made->fd = fd;
     memcpy(made->path, path, bytes);
@@ -100,8 +108,8 @@ int hstep_open_file(hstep_file **file, const char *path, uint64_t *bytes, hstep_
     if (code) return code;
     if (fstat(fd, &status)) code = hstep_fail_system(error, "inspect", path);
     else if (!S_ISREG(status.st_mode))
-        code = hstep_fail(error, HALFSTEP_ERROR_IO, "%s is %s, not a regular file", path,
-                          S_ISDIR(status.st_mode) ? "a directory" : "a device or a pipe");
+        code = io_fail(error, HALFSTEP_ERROR_IO, "%s is %s, not a regular file", path,
+                       S_ISDIR(status.st_mode) ? "a directory" : "a device or a pipe");
     else *bytes = (uint64_t)status.st_size;
     if (code) {
         hstep_close(*file);
@@ -138,8 +146,8 @@ int hstep_read_at(const hstep_file *file, uint64_t offset, void *data, size_t by
         if (got < 0 && errno == EINTR) continue;
         if (got < 0) return hstep_fail_system(error, "read", file->path);
         if (got == 0)
-            return hstep_fail(error, HALFSTEP_ERROR_FORMAT, "%s ends at byte %llu, while it is being read", file->path,
-                              (unsigned long long)offset);
+            return io_fail(error, HALFSTEP_ERROR_FORMAT, "%s ends at byte %llu, while it is being read", file->path,
+                           (unsigned long long)offset);
         next += got;
         offset += (uint64_t)got;
         bytes -= (size_t)got;
@@ -188,9 +196,9 @@ int hstep_read_whole(const char *path, uint64_t limit, char **data, size_t *byte
     int code = hstep_open_file(&file, path, &length, error);
     if (code) return code;
     if (length > limit)
-        code = hstep_fail(error, HALFSTEP_ERROR_FORMAT, "%s has %llu bytes, more than the %llu allowed", path,
-                          (unsigned long long)length, (unsigned long long)limit);
-    else if (!(*data = malloc((size_t)length + 1))) code = hstep_fail_memory(error);
+        code = io_fail(error, HALFSTEP_ERROR_FORMAT, "%s has %llu bytes, more than the %llu allowed", path,
+                       (unsigned long long)length, (unsigned long long)limit);
+    else if (!(*data = malloc((size_t)length + 1))) code = io_fail_memory(error);
     else code = hstep_read_at(file, 0, *data, (size_t)length, error);
     hstep_close(file);
     if (code) {
@@ -233,7 +241,7 @@ int hstep_begin_replacement(hstep_replacement *replacement, const char *path, co
     }
     /* Renaming onto a symbolic link would replace the link, not the file it leads to. */
     char *target = follow_links(path), *temporary = NULL;
-    if (!target) return hstep_fail_memory(error);
+    if (!target) return io_fail_memory(error);
     hstep_file *file = NULL;
     if (exists && !S_ISREG(status.st_mode)) {
         int fd = open_retrying(path, O_WRONLY | O_NOCTTY, 0);
@@ -246,7 +254,7 @@ int hstep_begin_replacement(hstep_replacement *replacement, const char *path, co
          * old one. A file system that refuses that has one mode for all files. */
         code = temporary
                    ? hstep_create_file(&file, temporary, path, exists ? (status.st_mode & 0777) | S_IWUSR : 0666, error)
-                   : hstep_fail_memory(error);
+                   : io_fail_memory(error);
         if (!code && exists) (void)fchmod(file->fd, status.st_mode & 07777);
     }
     if (!code) {
@@ -265,7 +273,7 @@ int hstep_finish_replacement(hstep_replacement *replacement, int code, int sync,
     const char *temporary = replacement->temporary, *target = replacement->target;
     char *parent = temporary ? hstep_parent_path(target) : NULL;
     *renamed = 0;
-    if (!code && temporary && !parent) code = hstep_fail_memory(error);
+    if (!code && temporary && !parent) code = io_fail_memory(error);
     if (!code && temporary && sync) code = hstep_sync(replacement->file, error);
     code = hstep_close_written(replacement->file, code, error);
     if (!code && temporary) {
@@ -273,8 +281,8 @@ int hstep_finish_replacement(hstep_replacement *replacement, int code, int sync,
         *renamed = !code;
     }
     if (*renamed && sync && (code = hstep_sync_directory(parent, error)))
-        hstep_fail(error, code, "%s is in place, but may not survive a loss of power: its directory cannot be synced",
-                   target);
+        io_fail(error, code, "%s is in place, but may not survive a loss of power: its directory cannot be synced",
+                target);
     if (temporary && !*renamed) unlink(temporary);
     free(parent);
     free(replacement->temporary);
@@ -329,10 +337,10 @@ int hstep_make_directory(const char *path, int *created, hstep_error *error)
 {
     struct stat status;
     *created = !mkdir(path, 0777);
-    int number = errno;
+    const int number = errno, exists = !*created && !stat(path, &status);
     /* A read-only or automatic mount may refuse to make a directory that is there by other errors than EEXIST. */
-    if (*created || (!stat(path, &status) && S_ISDIR(status.st_mode))) return HALFSTEP_OK;
-    errno = number;
+    if (*created || (exists && S_ISDIR(status.st_mode))) return HALFSTEP_OK;
+    errno = exists && number == EEXIST ? ENOTDIR : number;
     return hstep_fail_system(error, "create directory", path);
 }
 
@@ -348,6 +356,14 @@ int hstep_sync_directory(const char *path, hstep_error *error)
     if (sync_retrying(fd) && errno != EINVAL && errno != ENOTSUP)
         code = hstep_fail_system(error, "sync directory", path);
     close_once(fd);
+    return code;
+}
+
+int hstep_sync_parent(const char *path, hstep_error *error)
+{
+    char *parent = hstep_parent_path(path);
+    int code = parent ? hstep_sync_directory(parent, error) : io_fail_memory(error);
+    free(parent);
     return code;
 }
 
@@ -376,8 +392,8 @@ int hstep_list_directory(const char *path, char ***names, size_t *count, hstep_e
             break;
         }
         if (!strcmp(entry->d_name, ".") || !strcmp(entry->d_name, "..")) continue;
-        if (!hstep_grow((void **)&list, found, &capacity, sizeof *list) || !(list[found] = hstep_copy(entry->d_name))) {
-            code = hstep_fail_memory(error);
+        if (!io_grow((void **)&list, found, &capacity, sizeof *list) || !(list[found] = hstep_copy(entry->d_name))) {
+            code = io_fail_memory(error);
             break;
         }
         found++;
@@ -449,7 +465,7 @@ int hstep_link(const char *base, const char *inner, const char *name, const char
     char *temporary = hstep_temporary_path(base, prefix);
     int code = HALFSTEP_OK;
     if (!source || !path || !temporary) {
-        code = hstep_fail_memory(error);
+        code = io_fail_memory(error);
     } else if (link(source, temporary) && symlink(relative, temporary)) {
         code = hstep_fail_system(error, "make a link at", path);
     } else {
@@ -477,7 +493,7 @@ int hstep_lock_directory(hstep_file **lock, const char *path, int mode, int *bus
     *busy = result && errno == EWOULDBLOCK;
     if (!*busy) return wrap_descriptor(lock, fd, path, error);
     close_once(fd);
-    return hstep_fail(error, HALFSTEP_ERROR_IO, "%s is in use by another process", path);
+    return io_fail(error, HALFSTEP_ERROR_IO, "%s is in use by another process", path);
 }
 
 void hstep_unlock_directory(hstep_file *lock)

@@ -6,7 +6,9 @@
 
 #include "io/text.h"
 
-/* Fails with the text of errno: "cannot WHAT PATH: ...". Says so if the path is a link to nothing. */
+/* Returns the text of errno, or says that the path is a link to nothing. The text may be in `text`. */
+const char *hstep_reason(const char *path, char *text, size_t size);
+/* Fails with this text: "cannot WHAT PATH: ...". */
 int hstep_fail_system(hstep_error *error, const char *what, const char *path);
 
 /* ---- Files ------------------------------------------------------------------------------------------------------- */
@@ -64,6 +66,8 @@ char *hstep_temporary_path(const char *directory, const char *prefix);
 /* Makes a directory. *created is 0 if it was there already. */
 int hstep_make_directory(const char *path, int *created, hstep_error *error);
 int hstep_sync_directory(const char *path, hstep_error *error);
+/* Syncs the parent of a new directory, because without that a loss of power can lose the directory. */
+int hstep_sync_parent(const char *path, hstep_error *error);
 /* Lists the names in a directory, sorted by bytes. hstep_free_names() frees them. */
 int hstep_list_directory(const char *path, char ***names, size_t *count, hstep_error *error);
 void hstep_free_names(char **names, size_t count);

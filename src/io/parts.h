@@ -11,6 +11,11 @@ int hstep_note_failure(halfstep_checkpoint_save *save, int code, const hstep_err
  * removes only what its process knows. */
 void hstep_know_checkpoint(const halfstep_checkpoint *checkpoint, int known);
 
+/* Opens one generation. Its sequence number must be `expected`, unless that is 0. Sets error->not_found if the
+ * generation is not there. */
+int hstep_open_generation(halfstep_checkpoint **checkpoint, const char *directory, uint64_t expected,
+                          int check_contents, hstep_error *error);
+
 /* Returns the CRC-64 of more bytes after those whose checksum is crc (0 at the start). */
 uint64_t hstep_crc64(uint64_t crc, const void *data, uint64_t bytes);
 

@@ -89,7 +89,7 @@ static void *series_at(const series *list, size_t element, size_t index)
 static void *series_add(series *list, size_t element)
 {
     if (list->count / SERIES_PIECE == list->piece_count) {
-        if (!hstep_grow((void **)&list->pieces, list->piece_count, &list->piece_capacity, sizeof *list->pieces))
+        if (!io_grow((void **)&list->pieces, list->piece_count, &list->piece_capacity, sizeof *list->pieces))
             return NULL;
         if (!(list->pieces[list->piece_count] = malloc(SERIES_PIECE * element))) return NULL;
         list->piece_count++;
@@ -254,8 +254,8 @@ typedef struct header_reader {
 /* Fails with a text about json.problem. */
 static int fail_json(header_reader *reader)
 {
-    return hstep_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: byte %zu of the header: %s", reader->path,
-                      reader->json.at, reader->json.problem);
+    return io_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: byte %zu of the header: %s", reader->path,
+                   reader->json.at, reader->json.problem);
 }
 
 static int read_shape(header_reader *reader, tensor_entry *entry)
@@ -271,13 +271,13 @@ static int read_shape(header_reader *reader, tensor_entry *entry)
         uint64_t size, *stored;
         if (!hstep_json_number(&reader->json, &size)) return fail_json(reader);
         if (entry->ndim == HSTEP_MAX_NDIM)
-            return hstep_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: tensor \"%s\" has more than %d dimensions",
-                              reader->path, name_of(file, entry), HSTEP_MAX_NDIM);
+            return io_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: tensor \"%s\" has more than %d dimensions",
+                           reader->path, name_of(file, entry), HSTEP_MAX_NDIM);
         if (reader->size_count++ == HSTEP_MAX_SIZES(file->tensors.count + 1))
-            return hstep_fail(reader->error, HALFSTEP_ERROR_FORMAT,
-                              "%s: the first %zu tensors have more than %zu dimensions", reader->path,
-                              file->tensors.count + 1, HSTEP_MAX_SIZES(file->tensors.count + 1));
-        if (!(stored = series_add(&file->sizes, sizeof *stored))) return hstep_fail_memory(reader->error);
+            return io_fail(reader->error, HALFSTEP_ERROR_FORMAT,
+                           "%s: the first %zu tensors have more than %zu dimensions", reader->path,
+                           file->tensors.count + 1, HSTEP_MAX_SIZES(file->tensors.count + 1));
+        if (!(stored = series_add(&file->sizes, sizeof *stored))) return io_fail_memory(reader->error);
         *stored = size;
         entry->ndim++;
     } while (hstep_json_take(&reader->json, ','));
@@ -291,8 +291,8 @@ static int read_member(header_reader *reader, tensor_entry *entry, uint64_t *end
     if (!hstep_json_key(json, &key)) return fail_json(reader);
     unsigned member = !strcmp(key, "dtype") ? 1 : !strcmp(key, "shape") ? 2 : !strcmp(key, "data_offsets") ? 4 : 0;
     if (*seen & member)
-        return hstep_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: tensor \"%s\": duplicate member \"%s\"",
-                          reader->path, name_of(reader->file, entry), key);
+        return io_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: tensor \"%s\": duplicate member \"%s\"", reader->path,
+                       name_of(reader->file, entry), key);
     /* The reference implementation skips members that it does not know, so writers may add some. */
     if (!member) return hstep_json_skip(json) ? HALFSTEP_OK : fail_json(reader);
     *seen |= member;
@@ -305,8 +305,8 @@ static int read_member(header_reader *reader, tensor_entry *entry, uint64_t *end
     if (!hstep_json_string(json, &dtype)) return fail_json(reader);
     const dtype_row *row = find_dtype(dtype);
     if (!row)
-        return hstep_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: tensor \"%s\": unknown dtype \"%s\"", reader->path,
-                          name_of(reader->file, entry), dtype);
+        return io_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: tensor \"%s\": unknown dtype \"%s\"", reader->path,
+                       name_of(reader->file, entry), dtype);
     entry->dtype = (uint8_t)(row - dtypes);
     return HALFSTEP_OK;
 }
@@ -326,25 +326,24 @@ static int read_entry(header_reader *reader, const char *name)
         if (!hstep_json_expect(&reader->json, '}')) return fail_json(reader);
     }
     if (seen != 7)
-        return hstep_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: tensor \"%s\" lacks dtype, shape or data_offsets",
-                          reader->path, name);
+        return io_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: tensor \"%s\" lacks dtype, shape or data_offsets",
+                       reader->path, name);
     if (entry.begin > end || end > data_bytes)
-        return hstep_fail(
-            reader->error, HALFSTEP_ERROR_FORMAT,
-            "%s: tensor \"%s\": data_offsets [%llu, %llu] do not lie within the file's %llu bytes of data",
-            reader->path, name, ull(entry.begin), ull(end), ull(data_bytes));
+        return io_fail(reader->error, HALFSTEP_ERROR_FORMAT,
+                       "%s: tensor \"%s\": data_offsets [%llu, %llu] do not lie within the file's %llu bytes of data",
+                       reader->path, name, ull(entry.begin), ull(end), ull(data_bytes));
     const char *problem =
         measure_shape(sizes_of(file, &entry), entry.ndim, dtypes[entry.dtype].bits, &elements, &bytes);
     if (problem)
-        return hstep_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: tensor \"%s\": %s", reader->path, name, problem);
+        return io_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: tensor \"%s\": %s", reader->path, name, problem);
     if (bytes != end - entry.begin)
-        return hstep_fail(reader->error, HALFSTEP_ERROR_FORMAT,
-                          "%s: tensor \"%s\": shape and dtype give %llu bytes, data_offsets %llu", reader->path, name,
-                          ull(bytes), ull(end - entry.begin));
+        return io_fail(reader->error, HALFSTEP_ERROR_FORMAT,
+                       "%s: tensor \"%s\": shape and dtype give %llu bytes, data_offsets %llu", reader->path, name,
+                       ull(bytes), ull(end - entry.begin));
     if (file->tensors.count == HSTEP_MAX_TENSORS)
-        return hstep_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: more than %zu tensors", reader->path,
-                          HSTEP_MAX_TENSORS);
-    if (!(stored = series_add(&file->tensors, sizeof entry))) return hstep_fail_memory(reader->error);
+        return io_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: more than %zu tensors", reader->path,
+                       HSTEP_MAX_TENSORS);
+    if (!(stored = series_add(&file->tensors, sizeof entry))) return io_fail_memory(reader->error);
     *stored = entry;
     return HALFSTEP_OK;
 }
@@ -362,9 +361,9 @@ static int read_metadata(header_reader *reader)
         uint32_t *stored;
         if (!hstep_json_key(&reader->json, &key) || !hstep_json_string(&reader->json, &value)) return fail_json(reader);
         if (file->metadata.count == HSTEP_MAX_METADATA)
-            return hstep_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: more than %zu pairs in " HSTEP_METADATA,
-                              reader->path, HSTEP_MAX_METADATA);
-        if (!(stored = series_add(&file->metadata, sizeof *stored))) return hstep_fail_memory(reader->error);
+            return io_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: more than %zu pairs in " HSTEP_METADATA,
+                           reader->path, HSTEP_MAX_METADATA);
+        if (!(stored = series_add(&file->metadata, sizeof *stored))) return io_fail_memory(reader->error);
         *stored = (uint32_t)(key - file->header);
         /* The value fits behind the key's zero byte, because two quotes and a colon stood between them. */
         memmove(file->header + *stored + strlen(key) + 1, value, strlen(value) + 1);
@@ -388,17 +387,16 @@ static int index_file(header_reader *reader)
     halfstep_safetensors *file = reader->file;
     size_t count = file->tensors.count;
     if (!add_numbers(&file->by_offset, count) || !add_numbers(&file->by_name, count))
-        return hstep_fail_memory(reader->error);
+        return io_fail_memory(reader->error);
     sort_numbers(file, &file->by_offset, compare_offsets);
     sort_numbers(file, &file->by_name, compare_entry_names);
     sort_numbers(file, &file->metadata, compare_keys);
     const char *twice = find_duplicate(file, &file->by_name, name_at);
-    if (twice)
-        return hstep_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: duplicate tensor \"%s\"", reader->path, twice);
+    if (twice) return io_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: duplicate tensor \"%s\"", reader->path, twice);
     twice = find_duplicate(file, &file->metadata, key_at);
     if (twice)
-        return hstep_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: duplicate " HSTEP_METADATA " key \"%s\"",
-                          reader->path, twice);
+        return io_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: duplicate " HSTEP_METADATA " key \"%s\"",
+                       reader->path, twice);
     return HALFSTEP_OK;
 }
 
@@ -409,16 +407,15 @@ static int check_coverage(const header_reader *reader)
     for (size_t i = 0; i < file->tensors.count; i++) {
         const tensor_entry *entry = entry_at(file, i);
         if (entry->begin != reached)
-            return hstep_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: tensor \"%s\" begins at %llu, but %s %llu",
-                              reader->path, name_of(file, entry), ull(entry->begin),
-                              entry->begin > reached ? "the bytes before it are unused from"
-                                                     : "the one before it ends at",
-                              ull(reached));
+            return io_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: tensor \"%s\" begins at %llu, but %s %llu",
+                           reader->path, name_of(file, entry), ull(entry->begin),
+                           entry->begin > reached ? "the bytes before it are unused from" : "the one before it ends at",
+                           ull(reached));
         reached += bytes_of(file, entry);
     }
     if (reached != data_bytes)
-        return hstep_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: %llu bytes follow the last tensor", reader->path,
-                          ull(data_bytes - reached));
+        return io_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: %llu bytes follow the last tensor", reader->path,
+                       ull(data_bytes - reached));
     return HALFSTEP_OK;
 }
 
@@ -433,14 +430,14 @@ static int read_header(header_reader *reader)
             if (!hstep_json_key(json, &key)) return fail_json(reader);
             if (strcmp(key, HSTEP_METADATA)) code = read_entry(reader, key);
             else if (!seen_metadata++) code = read_metadata(reader);
-            else code = hstep_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: duplicate " HSTEP_METADATA, reader->path);
+            else code = io_fail(reader->error, HALFSTEP_ERROR_FORMAT, "%s: duplicate " HSTEP_METADATA, reader->path);
             if (code) return code;
         } while (hstep_json_take(json, ','));
         if (!hstep_json_expect(json, '}')) return fail_json(reader);
     }
     if (!hstep_json_end(json))
-        return hstep_fail(reader->error, HALFSTEP_ERROR_FORMAT,
-                          "%s: byte %zu of the header: only blanks may follow its last '}'", reader->path, json->at);
+        return io_fail(reader->error, HALFSTEP_ERROR_FORMAT,
+                       "%s: byte %zu of the header: only blanks may follow its last '}'", reader->path, json->at);
     code = index_file(reader);
     return code ? code : check_coverage(reader);
 }
@@ -452,29 +449,28 @@ int halfstep_open_safetensors(halfstep_safetensors **file, const char *path, cha
     uint64_t length = 0;
 
     if (file) *file = NULL;
-    if (!file || !path) return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_open_safetensors: NULL argument");
+    if (!file || !path) return io_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_open_safetensors: NULL argument");
     halfstep_safetensors *made = calloc(1, sizeof *made);
-    if (!made) return hstep_fail_memory(&error);
+    if (!made) return io_fail_memory(&error);
     int code = hstep_open_file(&made->file, path, &made->file_bytes, &error);
     if (!code && made->file_bytes < sizeof prefix)
-        code = hstep_fail(&error, HALFSTEP_ERROR_FORMAT, "%s has %llu bytes, too few for a safetensors file", path,
-                          ull(made->file_bytes));
+        code = io_fail(&error, HALFSTEP_ERROR_FORMAT, "%s has %llu bytes, too few for a safetensors file", path,
+                       ull(made->file_bytes));
     if (!code) code = hstep_read_at(made->file, 0, prefix, sizeof prefix, &error);
     if (!code) {
         for (int i = 7; i >= 0; i--) length = length << 8 | prefix[i];
         if (length > HSTEP_MAX_HEADER)
-            code = hstep_fail(&error, HALFSTEP_ERROR_FORMAT,
-                              "%s: a header of %llu bytes is above the limit of 100000000; is this a "
-                              "safetensors file?",
-                              path, ull(length));
+            code = io_fail(&error, HALFSTEP_ERROR_FORMAT,
+                           "%s: a header of %llu bytes is above the limit of 100000000; is this a "
+                           "safetensors file?",
+                           path, ull(length));
         else if (length > made->file_bytes - sizeof prefix)
-            code = hstep_fail(&error, HALFSTEP_ERROR_FORMAT, "%s: the header's %llu bytes reach beyond the file's %llu",
-                              path, ull(length), ull(made->file_bytes));
+            code = io_fail(&error, HALFSTEP_ERROR_FORMAT, "%s: the header's %llu bytes reach beyond the file's %llu",
+                           path, ull(length), ull(made->file_bytes));
         else if (length < 2)
-            code =
-                hstep_fail(&error, HALFSTEP_ERROR_FORMAT, "%s: a header of %llu bytes is too small", path, ull(length));
+            code = io_fail(&error, HALFSTEP_ERROR_FORMAT, "%s: a header of %llu bytes is too small", path, ull(length));
     }
-    if (!code && !(made->header = malloc((size_t)length + 1))) code = hstep_fail_memory(&error);
+    if (!code && !(made->header = malloc((size_t)length + 1))) code = io_fail_memory(&error);
     if (!code) code = hstep_read_at(made->file, sizeof prefix, made->header, (size_t)length, &error);
     if (!code) {
         made->header[length] = 0;
@@ -536,21 +532,21 @@ int halfstep_read_safetensor(const halfstep_safetensors *file, uint64_t index, u
     hstep_error error = hstep_make_error(text, text_size);
     uint64_t size_now = 0;
     if (!file || (!data && bytes))
-        return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_read_safetensor: NULL argument");
+        return io_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_read_safetensor: NULL argument");
     if (index >= file->tensors.count)
-        return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "%s has no tensor number %llu (numbered from 0)",
-                          hstep_file_path(file->file), ull(index));
+        return io_fail(&error, HALFSTEP_ERROR_ARGUMENT, "%s has no tensor number %llu (numbered from 0)",
+                       hstep_file_path(file->file), ull(index));
     const tensor_entry *entry = entry_at(file, (size_t)index);
     uint64_t length = bytes_of(file, entry);
     if (offset > length || bytes > length - offset || bytes > SIZE_MAX)
-        return hstep_fail(&error, HALFSTEP_ERROR_RANGE,
-                          "%s: tensor \"%s\" has %llu bytes; cannot read %llu from byte %llu on",
-                          hstep_file_path(file->file), name_of(file, entry), ull(length), ull(bytes), ull(offset));
+        return io_fail(&error, HALFSTEP_ERROR_RANGE,
+                       "%s: tensor \"%s\" has %llu bytes; cannot read %llu from byte %llu on",
+                       hstep_file_path(file->file), name_of(file, entry), ull(length), ull(bytes), ull(offset));
     int code = hstep_file_bytes(file->file, &size_now, &error);
     if (code) return code;
     if (size_now != file->file_bytes)
-        return hstep_fail(&error, HALFSTEP_ERROR_FORMAT, "%s changed from %llu to %llu bytes while it was open",
-                          hstep_file_path(file->file), ull(file->file_bytes), ull(size_now));
+        return io_fail(&error, HALFSTEP_ERROR_FORMAT, "%s changed from %llu to %llu bytes while it was open",
+                       hstep_file_path(file->file), ull(file->file_bytes), ull(size_now));
     return hstep_read_at(file->file, file->data_start + entry->begin + offset, data, (size_t)bytes, &error);
 }
 
@@ -628,34 +624,33 @@ int halfstep_declare_safetensor(halfstep_safetensors_writer *writer, const char 
     tensor_plan plan = {0};
     uint64_t elements;
     if (!writer || !name || !dtype || (ndim && !shape))
-        return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_declare_safetensor: NULL argument");
+        return io_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_declare_safetensor: NULL argument");
     if (!strcmp(name, HSTEP_METADATA) || !hstep_is_utf8(name))
-        return hstep_fail(&error, HALFSTEP_ERROR_NAME,
-                          "a tensor cannot be named \"%s\"; names are UTF-8 and not " HSTEP_METADATA, name);
+        return io_fail(&error, HALFSTEP_ERROR_NAME,
+                       "a tensor cannot be named \"%s\"; names are UTF-8 and not " HSTEP_METADATA, name);
     if (!(plan.dtype = find_dtype(dtype)))
-        return hstep_fail(&error, HALFSTEP_ERROR_NAME, "tensor \"%s\": unknown dtype \"%s\"", name, dtype);
+        return io_fail(&error, HALFSTEP_ERROR_NAME, "tensor \"%s\": unknown dtype \"%s\"", name, dtype);
     if (ndim > HSTEP_MAX_NDIM)
-        return hstep_fail(&error, HALFSTEP_ERROR_SHAPE, "tensor \"%s\" has more than %d dimensions", name,
-                          HSTEP_MAX_NDIM);
+        return io_fail(&error, HALFSTEP_ERROR_SHAPE, "tensor \"%s\" has more than %d dimensions", name, HSTEP_MAX_NDIM);
     for (uint64_t i = 0; i < ndim; i++)
         if (shape[i] > INT64_MAX)
-            return hstep_fail(&error, HALFSTEP_ERROR_SHAPE,
-                              "tensor \"%s\": dimension %llu is too large; sizes are at most 2^63 - 1", name, ull(i));
+            return io_fail(&error, HALFSTEP_ERROR_SHAPE,
+                           "tensor \"%s\": dimension %llu is too large; sizes are at most 2^63 - 1", name, ull(i));
     const char *problem = measure_shape(shape, ndim, plan.dtype->bits, &elements, &plan.bytes);
-    if (problem) return hstep_fail(&error, HALFSTEP_ERROR_SHAPE, "tensor \"%s\": %s", name, problem);
+    if (problem) return io_fail(&error, HALFSTEP_ERROR_SHAPE, "tensor \"%s\": %s", name, problem);
     if (writer->tensor_count == HSTEP_MAX_TENSORS)
-        return hstep_fail(&error, HALFSTEP_ERROR_RANGE, "more than %zu tensors in one file", HSTEP_MAX_TENSORS);
+        return io_fail(&error, HALFSTEP_ERROR_RANGE, "more than %zu tensors in one file", HSTEP_MAX_TENSORS);
     if (ndim > HSTEP_MAX_SIZES(writer->tensor_count + 1) - writer->size_count)
-        return hstep_fail(&error, HALFSTEP_ERROR_RANGE, "%zu tensors with more than %zu dimensions in one file",
-                          writer->tensor_count + 1, HSTEP_MAX_SIZES(writer->tensor_count + 1));
+        return io_fail(&error, HALFSTEP_ERROR_RANGE, "%zu tensors with more than %zu dimensions in one file",
+                       writer->tensor_count + 1, HSTEP_MAX_SIZES(writer->tensor_count + 1));
 
     plan.name = hstep_copy(name);
     plan.shape = malloc((ndim + 1) * sizeof *plan.shape);
     if (!plan.name || !plan.shape ||
-        !hstep_grow((void **)&writer->tensors, writer->tensor_count, &writer->tensor_capacity, sizeof plan)) {
+        !io_grow((void **)&writer->tensors, writer->tensor_count, &writer->tensor_capacity, sizeof plan)) {
         free(plan.name);
         free(plan.shape);
-        return hstep_fail_memory(&error);
+        return io_fail_memory(&error);
     }
     if (ndim) memcpy(plan.shape, shape, ndim * sizeof *plan.shape);
     plan.ndim = ndim;
@@ -691,8 +686,8 @@ static void enlist(const halfstep_safetensors_writer *writer, size_t place)
 static metadata_pair *add_metadata(halfstep_safetensors_writer *writer, char *key)
 {
     const size_t before = writer->metadata_capacity;
-    if (!hstep_grow((void **)&writer->metadata, writer->metadata_count, &writer->metadata_capacity,
-                    sizeof *writer->metadata))
+    if (!io_grow((void **)&writer->metadata, writer->metadata_count, &writer->metadata_capacity,
+                 sizeof *writer->metadata))
         return NULL;
     if (writer->metadata_capacity != before) {
         for (size_t i = 0; i < writer->metadata_capacity; i++) writer->metadata[i].first = 0;
@@ -710,19 +705,18 @@ int halfstep_declare_safetensors_metadata(halfstep_safetensors_writer *writer, c
 {
     hstep_error error = hstep_make_error(text, text_size);
     if (!writer || !key || !value)
-        return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_declare_safetensors_metadata: NULL argument");
+        return io_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_declare_safetensors_metadata: NULL argument");
     if (!hstep_is_utf8(key) || !hstep_is_utf8(value))
-        return hstep_fail(&error, HALFSTEP_ERROR_NAME, "metadata \"%s\" is not UTF-8", key);
+        return io_fail(&error, HALFSTEP_ERROR_NAME, "metadata \"%s\" is not UTF-8", key);
     metadata_pair *pair = find_metadata(writer, key);
     if (!pair && writer->metadata_count == HSTEP_MAX_METADATA)
-        return hstep_fail(&error, HALFSTEP_ERROR_RANGE, "more than %zu pairs of metadata in one file",
-                          HSTEP_MAX_METADATA);
+        return io_fail(&error, HALFSTEP_ERROR_RANGE, "more than %zu pairs of metadata in one file", HSTEP_MAX_METADATA);
     char *copy = hstep_copy(value), *name = pair || !copy ? NULL : hstep_copy(key);
     if (name) pair = add_metadata(writer, name);
     if (!copy || !pair) {
         free(name);
         free(copy);
-        return hstep_fail_memory(&error);
+        return io_fail_memory(&error);
     }
     free(pair->value);
     pair->value = copy;
@@ -777,13 +771,12 @@ static int plan_file(const halfstep_safetensors_writer *writer, const char *name
     uint64_t offset = 0;
     tensor_plan **sorted = malloc((count + 1) * sizeof *sorted);
     *order = sorted;
-    if (!sorted) return hstep_fail_memory(error);
+    if (!sorted) return io_fail_memory(error);
     for (size_t i = 0; i < count; i++) sorted[i] = &writer->tensors[i];
     qsort(sorted, count, sizeof *sorted, compare_plan_names);
     for (size_t i = 1; i < count; i++)
         if (!strcmp(sorted[i - 1]->name, sorted[i]->name))
-            return hstep_fail(error, HALFSTEP_ERROR_DUPLICATE, "%s: two tensors are named \"%s\"", name,
-                              sorted[i]->name);
+            return io_fail(error, HALFSTEP_ERROR_DUPLICATE, "%s: two tensors are named \"%s\"", name, sorted[i]->name);
     qsort(sorted, count, sizeof *sorted, compare_plans);
 
     hstep_append(header, "\0\0\0\0\0\0\0\0{", 9);
@@ -796,17 +789,17 @@ static int plan_file(const halfstep_safetensors_writer *writer, const char *name
         for (uint64_t d = 0; d < plan->ndim; d++)
             hstep_append_format(header, d ? ",%llu" : "%llu", ull(plan->shape[d]));
         if (plan->bytes > INT64_MAX - offset)
-            return hstep_fail(error, HALFSTEP_ERROR_SHAPE, "%s: the tensors are too large for one file", name);
+            return io_fail(error, HALFSTEP_ERROR_SHAPE, "%s: the tensors are too large for one file", name);
         hstep_append_format(header, "],\"data_offsets\":[%llu,%llu]}", ull(offset), ull(offset + plan->bytes));
         offset += plan->bytes;
     }
     hstep_append_text(header, "}");
     while (!header->failed && header->bytes % 8) hstep_append_text(header, " ");
-    if (header->failed) return hstep_fail_memory(error);
+    if (header->failed) return io_fail_memory(error);
     uint64_t length = header->bytes - 8;
     if (length > HSTEP_MAX_HEADER)
-        return hstep_fail(error, HALFSTEP_ERROR_RANGE, "%s: a header of %llu bytes is above the limit of 100000000",
-                          name, ull(length));
+        return io_fail(error, HALFSTEP_ERROR_RANGE, "%s: a header of %llu bytes is above the limit of 100000000", name,
+                       ull(length));
     for (int i = 0; i < 8; i++) header->data[i] = (char)(length >> 8 * i);
     return HALFSTEP_OK;
 }
@@ -822,9 +815,9 @@ static int stream_tensor(const tensor_plan *plan, uint64_t number, const char *n
         } else {
             int code = fill(fill_context, number, offset, piece, bytes);
             if (code)
-                return hstep_fail(error, code < 0 ? code : HALFSTEP_ERROR_ARGUMENT,
-                                  "%s: the contents of tensor \"%s\" could not be supplied (code %d)", name, plan->name,
-                                  code);
+                return io_fail(error, code < 0 ? code : HALFSTEP_ERROR_ARGUMENT,
+                               "%s: the contents of tensor \"%s\" could not be supplied (code %d)", name, plan->name,
+                               code);
             data = piece;
         }
         int code = sink(sink_context, data, bytes, error);
@@ -845,12 +838,12 @@ int hstep_stream_safetensors(const halfstep_safetensors_writer *writer, const ch
         if (writer->tensors[i].data || !writer->tensors[i].bytes) continue;
         needs_fill = 1;
         if (!fill)
-            code = hstep_fail(error, HALFSTEP_ERROR_ARGUMENT,
-                              "%s: tensor \"%s\" has NULL data, and there is no fill function", name,
-                              writer->tensors[i].name);
+            code = io_fail(error, HALFSTEP_ERROR_ARGUMENT,
+                           "%s: tensor \"%s\" has NULL data, and there is no fill function", name,
+                           writer->tensors[i].name);
     }
     if (!code) code = plan_file(writer, name, &order, &header, error);
-    if (!code && needs_fill && !(piece = malloc(HSTEP_FILL_BYTES))) code = hstep_fail_memory(error);
+    if (!code && needs_fill && !(piece = malloc(HSTEP_FILL_BYTES))) code = io_fail_memory(error);
     if (!code) code = sink(sink_context, header.data, header.bytes, error);
     for (size_t i = 0; i < writer->tensor_count && !code; i++)
         code = stream_tensor(order[i], (uint64_t)(order[i] - writer->tensors), name, piece, sink, sink_context, fill,
@@ -872,8 +865,7 @@ int halfstep_write_safetensors(const halfstep_safetensors_writer *writer, const 
     hstep_error error = hstep_make_error(text, text_size);
     hstep_replacement replacement;
     int renamed;
-    if (!writer || !path)
-        return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_write_safetensors: NULL argument");
+    if (!writer || !path) return io_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_write_safetensors: NULL argument");
     int code = hstep_begin_replacement(&replacement, path, HSTEP_WRITE_PREFIX, &error);
     if (code) return code;
     code = hstep_stream_safetensors(writer, path, write_to_file, replacement.file, fill, context, &error);
@@ -885,6 +877,6 @@ int halfstep_write_file_atomic(const char *path, const void *data, uint64_t byte
     hstep_error error = hstep_make_error(text, text_size);
     int renamed;
     if (!path || (!data && bytes))
-        return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_write_file_atomic: NULL argument");
+        return io_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_write_file_atomic: NULL argument");
     return hstep_replace_file(path, HSTEP_WRITE_PREFIX, data, bytes, 1, &renamed, &error);
 }

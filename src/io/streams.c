@@ -99,7 +99,7 @@ int hstep_list_streams(const halfstep_optimizer *optimizer, int32_t index, const
         int code = halfstep_get_slot_info(optimizer, index, slot, &info);
         if (!code && info.format < 0) continue;
         if (!code) code = format_of(info.format, &format);
-        if (code) return hstep_fail(error, code, "tensor \"%s\": %s", tensor->name, halfstep_strerror(code));
+        if (code) return io_fail(error, code, "tensor \"%s\": %s", tensor->name, halfstep_strerror(code));
         int has_codes = slot != HALFSTEP_SLOT_WEIGHT && info.code_bytes;
         const int lacks_memory = (has_codes && !info.code) || (info.extra_bytes && !info.extra);
         /* Without memory, only what is in storage can be read. */
@@ -107,10 +107,10 @@ int hstep_list_streams(const halfstep_optimizer *optimizer, int32_t index, const
         if (lacks_memory && !*in_storage)
             *in_storage = !halfstep_read_bytes(optimizer, index, slot, !has_codes, 0, 1, &byte);
         if (lacks_memory && !*in_storage)
-            return hstep_fail(error, HALFSTEP_ERROR_ORDER,
-                              "tensor \"%s\": %s has no memory yet; allocate or bind the states "
-                              "first",
-                              tensor->name, info.name);
+            return io_fail(error, HALFSTEP_ERROR_ORDER,
+                           "tensor \"%s\": %s has no memory yet; allocate or bind the states "
+                           "first",
+                           tensor->name, info.name);
         if (has_codes) {
             hstep_stream *codes = &streams[n++];
             memset(codes, 0, sizeof *codes);
@@ -140,9 +140,9 @@ int hstep_weight_stream(const halfstep_optimizer *optimizer, int32_t index, cons
     halfstep_format_info format;
     int code = halfstep_get_slot_info(optimizer, index, HALFSTEP_SLOT_WEIGHT, &info);
     if (!code) code = format_of(info.format, &format);
-    if (code) return hstep_fail(error, code, "tensor \"%s\": %s", tensor->name, halfstep_strerror(code));
+    if (code) return io_fail(error, code, "tensor \"%s\": %s", tensor->name, halfstep_strerror(code));
     if (info.code_bytes && !data)
-        return hstep_fail(error, HALFSTEP_ERROR_ARGUMENT, "tensor \"%s\": its weight is NULL", tensor->name);
+        return io_fail(error, HALFSTEP_ERROR_ARGUMENT, "tensor \"%s\": its weight is NULL", tensor->name);
     memset(stream, 0, sizeof *stream);
     snprintf(stream->suffix, sizeof stream->suffix, "%s", suffix);
     info.code = data;
@@ -162,7 +162,7 @@ int hstep_declare_stream(halfstep_safetensors_writer *writer, const char *tensor
     char *name = name_in_file(tensor, stream);
     int code = name ? halfstep_declare_safetensor(writer, name, stream->dtype, stream->ndim, stream->shape,
                                                   stream->data, error->text, error->size)
-                    : hstep_fail_memory(error);
+                    : io_fail_memory(error);
     free(name);
     return code;
 }
@@ -198,7 +198,7 @@ int hstep_find_stream(const hstep_source *source, const halfstep_tensor *tensor,
 {
     halfstep_safetensor_info found = {.struct_size = sizeof found};
     char *name = name_in_file(tensor->name, stream), there[256], here[256];
-    if (!name) return hstep_fail_memory(source->error);
+    if (!name) return io_fail_memory(source->error);
     int code = halfstep_safetensor_find(source->file, name, index);
     if (!code) code = halfstep_get_safetensor_info(source->file, *index, &found);
     const char *advice = hstep_is_stack(tensor)
@@ -206,16 +206,16 @@ int hstep_find_stream(const hstep_source *source, const halfstep_tensor *tensor,
                                "as one matrix to go on"
                              : "";
     if (code) {
-        code = hstep_fail(source->error, HALFSTEP_ERROR_MISMATCH, "%s: there is no tensor \"%s\"%s", source->path, name,
-                          advice);
+        code = io_fail(source->error, HALFSTEP_ERROR_MISMATCH, "%s: there is no tensor \"%s\"%s", source->path, name,
+                       advice);
     } else if (!fits(stream, tensor, &found)) {
         describe_shape(found.shape, found.ndim, there, sizeof there);
         describe_shape(stream->shape, stream->ndim, here, sizeof here);
-        code = hstep_fail(source->error, HALFSTEP_ERROR_MISMATCH, "%s: \"%s\" has shape %s, this optimizer needs %s%s",
-                          source->path, name, there, here, advice);
+        code = io_fail(source->error, HALFSTEP_ERROR_MISMATCH, "%s: \"%s\" has shape %s, this optimizer needs %s%s",
+                       source->path, name, there, here, advice);
     } else if (strcmp(found.dtype, stream->dtype)) {
-        code = hstep_fail(source->error, HALFSTEP_ERROR_MISMATCH, "%s: \"%s\" is %s, this optimizer needs %s%s",
-                          source->path, name, found.dtype, stream->dtype, advice);
+        code = io_fail(source->error, HALFSTEP_ERROR_MISMATCH, "%s: \"%s\" is %s, this optimizer needs %s%s",
+                       source->path, name, found.dtype, stream->dtype, advice);
     }
     free(name);
     return code;
@@ -243,7 +243,7 @@ int hstep_check_values(const hstep_source *source, uint64_t index, int must_be_f
 {
     halfstep_safetensor_info info = {.struct_size = sizeof info};
     int code = halfstep_get_safetensor_info(source->file, index, &info);
-    if (code) return hstep_fail(source->error, code, "%s: %s", source->path, halfstep_strerror(code));
+    if (code) return io_fail(source->error, code, "%s: %s", source->path, halfstep_strerror(code));
     for (uint64_t offset = 0; offset < info.bytes;) {
         uint64_t left = info.bytes - offset, bytes = left < piece_bytes ? left : piece_bytes,
                  width = info.dtype_bits / 8;
@@ -252,9 +252,9 @@ int hstep_check_values(const hstep_source *source, uint64_t index, int must_be_f
         if (code) return code;
         uint64_t bad = find_bad(piece, (size_t)(bytes / width), info.dtype, must_be_finite);
         if (bad < bytes / width)
-            return hstep_fail(source->error, HALFSTEP_ERROR_FORMAT,
-                              "%s: element %" PRIu64 " of \"%s\" is negative or %s", source->path, offset / width + bad,
-                              info.name, must_be_finite ? "not finite" : "not a number");
+            return io_fail(source->error, HALFSTEP_ERROR_FORMAT, "%s: element %" PRIu64 " of \"%s\" is negative or %s",
+                           source->path, offset / width + bad, info.name,
+                           must_be_finite ? "not finite" : "not a number");
         offset += bytes;
     }
     return HALFSTEP_OK;

@@ -33,8 +33,7 @@ static inline hstep_error hstep_make_error(char *text, size_t size)
 
 /* Writes an error text and returns code, so that a failure is one statement. Names come from files, so the bytes of
  * characters that are not plain become '?'. */
-__attribute__((format(printf, 3, 4))) static inline int hstep_fail(hstep_error *error, int code, const char *format,
-                                                                   ...)
+__attribute__((format(printf, 3, 4))) static inline int io_fail(hstep_error *error, int code, const char *format, ...)
 {
     if (error->size) {
         va_list arguments;
@@ -53,9 +52,9 @@ __attribute__((format(printf, 3, 4))) static inline int hstep_fail(hstep_error *
     return code;
 }
 
-static inline int hstep_fail_memory(hstep_error *error)
+static inline int io_fail_memory(hstep_error *error)
 {
-    return hstep_fail(error, HALFSTEP_ERROR_MEMORY, "out of memory; free some and try again");
+    return io_fail(error, HALFSTEP_ERROR_MEMORY, "out of memory; free some and try again");
 }
 
 __attribute__((format(printf, 1, 2))) static inline char *hstep_format(const char *format, ...)
@@ -82,7 +81,7 @@ static inline char *hstep_copy(const char *text)
 
 /* Makes room in *array for one more than count elements and returns 1. Returns 0 when memory is short; *array is then
  * unchanged. */
-static inline int hstep_grow(void **array, size_t count, size_t *capacity, size_t element)
+static inline int io_grow(void **array, size_t count, size_t *capacity, size_t element)
 {
     if (count < *capacity) return 1;
     size_t wanted = *capacity ? 2 * *capacity : 16;
@@ -126,7 +125,7 @@ static inline int hstep_set_pair(hstep_pairs *pairs, const char *key, const char
     size_t at = hstep_find_pair(pairs, key, &found);
     hstep_pair pair = {found ? pairs->list[at].key : hstep_copy(key), hstep_copy(value)};
     if (!pair.key || !pair.value ||
-        (!found && !hstep_grow((void **)&pairs->list, pairs->count, &pairs->capacity, sizeof pair))) {
+        (!found && !io_grow((void **)&pairs->list, pairs->count, &pairs->capacity, sizeof pair))) {
         if (!found) free(pair.key);
         free(pair.value);
         return 0;
@@ -168,11 +167,13 @@ static inline int hstep_reserve(hstep_buffer *buffer, size_t bytes)
     return !buffer->failed;
 }
 
+/* Appends bytes. A zero byte follows them, which does not count. */
 static inline void hstep_append(hstep_buffer *buffer, const void *data, size_t bytes)
 {
-    if (!hstep_reserve(buffer, bytes)) return;
+    if (!hstep_reserve(buffer, bytes + 1)) return;
     if (bytes) memcpy(buffer->data + buffer->bytes, data, bytes);
     buffer->bytes += bytes;
+    buffer->data[buffer->bytes] = 0;
 }
 
 static inline void hstep_append_text(hstep_buffer *buffer, const char *text)
@@ -195,15 +196,25 @@ __attribute__((format(printf, 2, 3))) static inline void hstep_append_format(hst
     buffer->bytes += (size_t)length;
 }
 
+/* Appends the UTF-8 character at text, or U+FFFD for a byte that begins none. Returns how many bytes were taken. */
+static inline size_t hstep_append_character(hstep_buffer *buffer, const char *text, size_t bytes)
+{
+    uint32_t number;
+    const size_t length = hstep_utf8(text, bytes, &number);
+    hstep_append(buffer, length ? text : "\xef\xbf\xbd", length ? length : 3);
+    return length ? length : 1;
+}
+
 /* Appends the text as a JSON string, with quotes. */
 static inline void hstep_append_json(hstep_buffer *buffer, const char *text)
 {
     hstep_append(buffer, "\"", 1);
-    for (; *text; text++) {
-        unsigned char c = (unsigned char)*text;
-        if (c == '"' || c == '\\') hstep_append(buffer, "\\", 1);
-        if (c < 0x20) hstep_append_format(buffer, "\\u%04x", c);
-        else hstep_append(buffer, text, 1);
+    for (size_t left = strlen(text), length = 1; left; text += length, left -= length) {
+        const unsigned char c = (unsigned char)*text;
+        length = 1;
+        if (c == '"' || c == '\\') hstep_append_format(buffer, "\\%c", c);
+        else if (c < 0x20) hstep_append_format(buffer, "\\u%04x", c);
+        else length = hstep_append_character(buffer, text, left);
     }
     hstep_append(buffer, "\"", 1);
 }

@@ -34,6 +34,12 @@ struct hstep_fp {
 };
 struct hstep_fp hstep_fp_enter(void);
 void hstep_fp_leave(struct hstep_fp fp);
+/* Does the same after a call, and returns its result. */
+static inline int hstep_fp_return(struct hstep_fp fp, int result)
+{
+    hstep_fp_leave(fp);
+    return result;
+}
 
 /* Writes the names of the listed features that both the processor and the operating system offer, space separated. The
  * list is cut to fit n bytes. */

@@ -18,6 +18,7 @@
 #ifndef HSTEP_DELAYED_H
 #define HSTEP_DELAYED_H
 
+#include "base/rng.h"
 #include "rules/adamw.h"
 
 #define delayed_ROW(RULE, STATE, OPTIONAL, HYPER, SCALAR)                                                           \
@@ -33,12 +34,7 @@ HSTEP_NAME_SCALARS(delayed)
 
 enum { delayed_constants = adamw_constants };
 
-HSTEP_INLINE double delayed_start(uint64_t id)
-{
-    id = (id ^ (id >> 30)) * UINT64_C(0xbf58476d1ce4e5b9);
-    id = (id ^ (id >> 27)) * UINT64_C(0x94d049bb133111eb);
-    return (double)((id ^ (id >> 31)) >> 11) * 0x1p-53;
-}
+HSTEP_INLINE double delayed_start(uint64_t id) { return (double)(hstep_mix(id) >> 11) * 0x1p-53; }
 
 HSTEP_INLINE void delayed_prepare(float *k, struct hstep_prepare *p)
 {

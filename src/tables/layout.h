@@ -87,6 +87,36 @@ int hstep_unit_of(int format);
 int64_t hstep_code_offset(const struct hstep_tensor *t, int format, int64_t element);
 int64_t hstep_extra_offset(const struct hstep_tensor *t, int format, int64_t element);
 
+/* Tells whether an optimizer keeps the codes of a slot, or with `extra` its extra stream. It keeps neither the codes of
+ * the weight nor the gradient, which are the caller's. */
+HSTEP_INLINE int hstep_keeps(const struct hstep_tensor *t, int slot, int extra)
+{
+    const struct hstep_slot *s = &t->slot[slot];
+    return extra ? slot != HALFSTEP_SLOT_GRADIENT && s->extra_bytes : slot >= HALFSTEP_SLOT_STATE && s->code_bytes;
+}
+
+/* A stream that an optimizer keeps: the codes of a slot or its extra stream. */
+struct hstep_cursor {
+    int slot, extra;
+    char **place; /* where the slot has its address; only for callers that may change the tensor */
+    uint64_t bytes;
+};
+
+/* Moves to the next stream that an optimizer keeps for a tensor. The first call takes a zeroed cursor. The extra stream
+ * of the weight comes first, then codes and extra stream of each state. Returns 0 if none is left. */
+HSTEP_INLINE int hstep_next_stream(const struct hstep_tensor *t, struct hstep_cursor *c)
+{
+    do {
+        c->slot += c->extra;
+        c->extra = !c->extra;
+        if (c->slot == HSTEP_SLOTS) return 0;
+    } while (!hstep_keeps(t, c->slot, c->extra));
+    struct hstep_slot *s = (struct hstep_slot *)(uintptr_t)&t->slot[c->slot];
+    c->place = c->extra ? &s->extra : &s->code;
+    c->bytes = c->extra ? s->extra_bytes : s->code_bytes;
+    return 1;
+}
+
 /* Returns the number of an element held here in the whole tensor, counted row by row. */
 uint64_t hstep_number_of(const struct hstep_tensor *t, int64_t element);
 /* Returns how far into its unit an element lies. */

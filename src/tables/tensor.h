@@ -63,7 +63,7 @@ struct hstep_tensor {
 };
 
 /* The fields that callers set come first, in HSTEP_GROUP_SET_BYTES. The steps, which a device counts, come last,
- * because handle/sync.c sends the fields without the steps. */
+ * because handle/devices/sync.c sends the fields without the steps. */
 struct hstep_group {
     struct hstep_recipe recipe;
     double hyper[HSTEP_GROUP_HYPERS], own[HSTEP_MAX_OWN_HYPERS];

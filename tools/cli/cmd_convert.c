@@ -18,7 +18,7 @@
 #include "trainer/files/model_files.h"
 #include "trainer/files/packed_list.h"
 #include "trainer/files/trainer_file.h"
-#include "trainer/loops/rows.h"
+#include "trainer/products/rows.h"
 
 struct convert {
     const char *to;
@@ -331,7 +331,7 @@ static int declare_metadata(struct work *w, halfstep_safetensors_writer *writer)
 
 static int declare_all(struct work *w, halfstep_safetensors_writer *writer)
 {
-    struct text list = {0};
+    hstep_buffer list = {0};
     int code = declare_metadata(w, writer);
     for (uint64_t i = 0; i < w->jobs && !code; i++) {
         const struct job *job = &w->job[i];
@@ -344,7 +344,7 @@ static int declare_all(struct work *w, halfstep_safetensors_writer *writer)
                                            job->copies ? job->info.ndim : 2, job->copies ? job->info.shape : shape,
                                            NULL, w->error, sizeof w->error);
     }
-    if (!code && list.n) {
+    if (!code && list.bytes) {
         packed_list_end(&list);
         code = list.failed ? HALFSTEP_ERROR_MEMORY
                            : halfstep_declare_safetensors_metadata(writer, HALFSTEP_PACKED_KEY, list.data, w->error,

@@ -9,7 +9,7 @@
 #include "common/args/args.h"
 #include "trainer/files/checkpoint.h"
 #include "trainer/files/model_files.h"
-#include "trainer/run/train.h"
+#include "trainer/run/run.h"
 
 struct generate {
     const char *checkpoint, *prompt;

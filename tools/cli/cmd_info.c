@@ -7,7 +7,7 @@
 #include "cli/commands.h"
 #include "common/args/args.h"
 #include "common/args/recipes.h"
-#include "trainer/run/train.h"
+#include "trainer/run/run.h"
 
 struct info {
     int json;

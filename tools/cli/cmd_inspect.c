@@ -15,7 +15,7 @@
 #include "trainer/files/model_files.h"
 #include "trainer/files/packed_list.h"
 #include "trainer/files/trainer_file.h"
-#include "trainer/run/train.h"
+#include "trainer/run/run.h"
 
 struct inspect {
     int json, quick;

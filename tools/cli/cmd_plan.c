@@ -10,7 +10,7 @@
 #include "common/args/args.h"
 #include "common/args/recipes.h"
 #include "trainer/files/checkpoint.h"
-#include "trainer/run/train.h"
+#include "trainer/run/run.h"
 
 struct plan {
     double params;

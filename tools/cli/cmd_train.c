@@ -5,9 +5,9 @@
 #include "cli/commands.h"
 #include "common/args/args.h"
 #include "common/interrupt.h"
-#include "trainer/mnist/train_mnist.h"
-#include "trainer/ranks/train_ranks.h"
-#include "trainer/run/train.h"
+#include "trainer/mnist/mnist.h"
+#include "trainer/ranks/ranks.h"
+#include "trainer/run/run.h"
 
 /* A command line of train. */
 struct training {

@@ -41,9 +41,9 @@ json_t *put_array(struct document *document, json_t *in, const char *key)
 
 void put_bytes(struct document *document, json_t *in, const char *key, const void *bytes, size_t n)
 {
-    struct text text = {0};
+    hstep_buffer text = {0};
     text_add_utf8(&text, bytes, n);
-    put(document, in, key, text.failed ? NULL : json_stringn(n ? text.data : "", text.n));
+    put(document, in, key, text.failed ? NULL : json_stringn(n ? text.data : "", text.bytes));
     text_free(&text);
 }
 
@@ -175,7 +175,7 @@ static char *dump(const json_t *root, size_t *n)
 
 /* Appends JSON with every character escaped that a terminal would obey or hide; jansson escapes only C0. Such
  * characters occur only in strings, where \u means the same. */
-static void add_escaped(struct text *text, const char *json, size_t n)
+static void add_escaped(hstep_buffer *text, const char *json, size_t n)
 {
     for (size_t i = 0, length; i < n; i += length) {
         uint32_t number = 0;
@@ -188,28 +188,28 @@ static void add_escaped(struct text *text, const char *json, size_t n)
                 length++;
             text_add_utf8(text, json + from, length);
         } else if (number < 0x10000) {
-            text_add(text, "\\u%04X", (unsigned)number);
+            hstep_append_format(text, "\\u%04X", (unsigned)number);
         } else {
-            text_add(text, "\\u%04X\\u%04X", (unsigned)(0xd800 + ((number - 0x10000) >> 10)),
-                     (unsigned)(0xdc00 + (number & 0x3ff)));
+            hstep_append_format(text, "\\u%04X\\u%04X", (unsigned)(0xd800 + ((number - 0x10000) >> 10)),
+                                (unsigned)(0xdc00 + (number & 0x3ff)));
         }
     }
 }
 
-void document_write(struct document *document, struct text *text)
+void document_write(struct document *document, hstep_buffer *text)
 {
     size_t n;
     char *json = document->failed || !document->root ? NULL : dump(document->root, &n);
     if (json) add_escaped(text, json, n);
     else text->failed = 1;
-    if (json) text_add(text, "\n");
+    if (json) hstep_append_format(text, "\n");
     free(json);
     document_free(document);
 }
 
 int document_print(struct document *document)
 {
-    struct text text = {0};
+    hstep_buffer text = {0};
     document_write(document, &text);
     int bad = text.failed;
     if (bad) fprintf(stderr, "halfstep: cannot write the results as JSON: out of memory\n");

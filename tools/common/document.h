@@ -42,7 +42,7 @@ int put_json(struct document *document, json_t *in, const char *key, char *text,
 
 void document_free(struct document *document);
 /* Appends the JSON to text and frees the document. Marks text as failed if the document has failed. */
-void document_write(struct document *document, struct text *text);
+void document_write(struct document *document, hstep_buffer *text);
 /* Prints the JSON to stdout and frees the document. Returns 0, or 1 after one line on stderr. */
 int document_print(struct document *document);
 

@@ -11,7 +11,7 @@
 #include <unistd.h>
 
 #include "common/interrupt.h"
-#include "common/paths.h"
+#include "io/files.h"
 
 static const char header[] = "step,train_loss,val_loss,lr,gradient_norm,tokens_per_s,seconds,skipped_steps";
 
@@ -71,7 +71,7 @@ static FILE *open_file(const char *path, int *regular, char *error, size_t error
     interrupt_resume();
     FILE *file = fd < 0 ? NULL : fdopen(fd, *regular ? "r+" : "w");
     char why[1024];
-    if (!file) give_up(NULL, error, error_bytes, path, paths_reason(path, why, sizeof why));
+    if (!file) give_up(NULL, error, error_bytes, path, hstep_reason(path, why, sizeof why));
     if (!file && fd >= 0) close(fd);
     if (file && *regular && flock(fd, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) {
         give_up(NULL, error, error_bytes, path, "another run is writing to it");

@@ -127,19 +127,6 @@ int paths_check(const struct named_path *inputs, int n_inputs, const struct name
     return 0;
 }
 
-const char *paths_reason(const char *path, char *text, size_t text_bytes)
-{
-    char target[512];
-    struct stat status;
-    const int number = errno;
-    /* The system's own words for a link to nothing are "No such file" or "File exists". */
-    const int lost = (number == ENOENT || number == EEXIST) && stat(path, &status) != 0;
-    ssize_t n = lost ? readlink(path, target, sizeof target - 1) : -1;
-    if (n < 0) return strerror(number);
-    snprintf(text, text_bytes, "it is a link to %.*s, which does not exist", (int)n, target);
-    return text;
-}
-
 int paths_program(char *path, size_t path_bytes)
 {
 #ifdef __APPLE__

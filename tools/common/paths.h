@@ -1,5 +1,5 @@
 /* Checks of the files that a command reads and writes, before any is opened. An output must not destroy an input or
- * another output. Also why a path cannot be used, and the path of the program itself. */
+ * another output. Also the path of the program itself. */
 #ifndef HALFSTEP_PATHS_H
 #define HALFSTEP_PATHS_H
 
@@ -21,9 +21,6 @@ int paths_check(const struct named_path *inputs, int n_inputs, const struct name
  * with one line in error. */
 int paths_outside(struct named_path input, const struct named_path *outputs, int n_outputs, char *error,
                   size_t error_bytes);
-
-/* Returns the text of errno, or says that the path is a link to nothing. The text may be in `text`. */
-const char *paths_reason(const char *path, char *text, size_t text_bytes);
 
 /* Writes the path of the running program. Returns 0, or -1 if the system does not tell it or it is too long. */
 int paths_program(char *path, size_t path_bytes);

@@ -5,70 +5,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "io/json.h"
+static void add_char(hstep_buffer *text, char c) { hstep_append(text, &c, 1); }
 
-static int reserve(struct text *text, size_t more)
-{
-    if (text->failed) return 0;
-    if (text->n + more + 1 <= text->size) return 1;
-    size_t size = text->size ? text->size : 4096;
-    while (size < text->n + more + 1) size *= 2;
-    char *data = realloc(text->data, size);
-    if (!data) {
-        text->failed = 1;
-        return 0;
-    }
-    text->data = data;
-    text->size = size;
-    return 1;
-}
-
-void text_add(struct text *text, const char *format, ...)
-{
-    va_list arguments, again;
-    va_start(arguments, format);
-    va_copy(again, arguments);
-    int n = vsnprintf(NULL, 0, format, arguments);
-    va_end(arguments);
-    if (n < 0) text->failed = 1;
-    if (n >= 0 && reserve(text, (size_t)n)) {
-        vsnprintf(text->data + text->n, (size_t)n + 1, format, again);
-        text->n += (size_t)n;
-    }
-    va_end(again);
-}
-
-static void add_char(struct text *text, char c)
-{
-    if (!reserve(text, 1)) return;
-    text->data[text->n++] = c;
-    text->data[text->n] = 0;
-}
-
-size_t text_utf8_length(const void *bytes, size_t n)
-{
-    uint32_t number;
-    return hstep_utf8(bytes, n, &number);
-}
-
-static void add_bytes(struct text *text, const char *bytes, size_t n)
-{
-    if (!reserve(text, n)) return;
-    memcpy(text->data + text->n, bytes, n);
-    text->n += n;
-    text->data[text->n] = 0;
-}
-
-/* Appends one UTF-8 character, or U+FFFD for a byte that begins none. Returns how many of the bytes that took. */
-static size_t add_character(struct text *text, const char *bytes, size_t n)
-{
-    size_t length = text_utf8_length(bytes, n);
-    if (length) add_bytes(text, bytes, length);
-    else add_bytes(text, "\xef\xbf\xbd", 3);
-    return length ? length : 1;
-}
-
-void text_add_html(struct text *text, const char *string)
+void text_add_html(hstep_buffer *text, const char *string)
 {
     const size_t n = strlen(string);
     for (size_t i = 0; i < n;) {
@@ -78,22 +17,22 @@ void text_add_html(struct text *text, const char *string)
                            : string[i] == '"'  ? "&quot;"
                            : string[i] == '\'' ? "&#39;"
                                                : NULL;
-        if (name) text_add(text, "%s", name);
-        i += name ? 1 : add_character(text, string + i, n - i);
+        if (name) hstep_append_text(text, name);
+        i += name ? 1 : hstep_append_character(text, string + i, n - i);
     }
 }
 
-void text_add_between(struct text *text, const char *before, const char *string, const char *after)
+void text_add_between(hstep_buffer *text, const char *before, const char *string, const char *after)
 {
-    text_add(text, "%s", before);
+    hstep_append_text(text, before);
     text_add_html(text, string);
-    text_add(text, "%s", after);
+    hstep_append_text(text, after);
 }
 
-void text_add_csv(struct text *text, const char *string)
+void text_add_csv(hstep_buffer *text, const char *string)
 {
     if (!strpbrk(string, ",\"\r\n")) {
-        text_add(text, "%s", string);
+        hstep_append_text(text, string);
         return;
     }
     add_char(text, '"');
@@ -104,16 +43,16 @@ void text_add_csv(struct text *text, const char *string)
     add_char(text, '"');
 }
 
-void text_add_shell(struct text *text, const char *string)
+void text_add_shell(hstep_buffer *text, const char *string)
 {
     const char *plain = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-+=./:,@%";
     if (*string && !string[strspn(string, plain)]) {
-        text_add(text, "%s", string);
+        hstep_append_text(text, string);
         return;
     }
     add_char(text, '\'');
     for (; *string; string++) {
-        if (*string == '\'') text_add(text, "'\\''");
+        if (*string == '\'') hstep_append_format(text, "'\\''");
         else add_char(text, *string);
     }
     add_char(text, '\'');
@@ -136,12 +75,12 @@ static int plain_character(const char **string, char shown[20])
     return plain ? 1 : (int)(4 * length);
 }
 
-void text_add_plain(struct text *text, const char *string)
+void text_add_plain(hstep_buffer *text, const char *string)
 {
     char shown[20];
     while (*string) {
         plain_character(&string, shown);
-        text_add(text, "%s", shown);
+        hstep_append_text(text, shown);
     }
 }
 
@@ -169,26 +108,13 @@ int plain_print(FILE *out, const char *string)
     return characters;
 }
 
-void text_add_utf8(struct text *text, const void *bytes, size_t n)
+void text_add_utf8(hstep_buffer *text, const void *bytes, size_t n)
 {
     const char *at = bytes;
-    reserve(text, n);
-    for (size_t i = 0; i < n;) i += add_character(text, at + i, n - i);
+    for (size_t i = 0; i < n;) i += hstep_append_character(text, at + i, n - i);
 }
 
-void text_add_json(struct text *text, const char *string)
-{
-    size_t n = strlen(string);
-    add_char(text, '"');
-    for (size_t i = 0; i < n;) {
-        if (string[i] == '"' || string[i] == '\\') text_add(text, "\\%c", string[i++]);
-        else if ((unsigned char)string[i] < 0x20) text_add(text, "\\u%04x", (unsigned char)string[i++]);
-        else i += add_character(text, string + i, n - i);
-    }
-    add_char(text, '"');
-}
-
-void text_add_count(struct text *text, double count)
+void text_add_count(hstep_buffer *text, double count)
 {
     char digits[64];
     int n = snprintf(digits, sizeof digits, "%.0f", count);
@@ -198,11 +124,11 @@ void text_add_count(struct text *text, double count)
     }
 }
 
-const char *text_string(const struct text *text) { return text->data ? text->data : ""; }
+const char *text_string(const hstep_buffer *text) { return text->data ? text->data : ""; }
 
-void text_join_failure(struct text *text, const struct text *part) { text->failed |= part->failed; }
+void text_join_failure(hstep_buffer *text, const hstep_buffer *part) { text->failed |= part->failed; }
 
-void text_free(struct text *text)
+void text_free(hstep_buffer *text)
 {
     free(text->data);
     memset(text, 0, sizeof *text);

@@ -246,14 +246,13 @@ static int cuda_accumulate(const struct hstep_accumulation *a)
     uint64_t bytes = (uint64_t)a->tensor->chunks * sizeof *a->chunks;
     int error = hstep_link_enter(l);
     if (error) return error;
-    if (!(error = hstep_link_scratch(l, TENSOR_BYTES + bytes)) &&
-        !(error = hstep_link_send(l, l->scratch, a->tensor, sizeof *a->tensor)) &&
-        !(error = hstep_link_send(l, l->scratch + TENSOR_BYTES, a->chunks, bytes))) {
-        there.context = NULL;
-        there.tensor = (const struct hstep_tensor *)(uintptr_t)l->scratch;
-        there.chunks = (const struct hstep_chunk *)(uintptr_t)(l->scratch + TENSOR_BYTES);
-        error = hstep_link_launch(l, HSTEP_CUDA_accumulate, &there, &what);
-    }
+    error = hstep_link_scratch(l, TENSOR_BYTES + bytes);
+    if (!error) error = hstep_link_send(l, l->scratch, a->tensor, sizeof *a->tensor);
+    if (!error) error = hstep_link_send(l, l->scratch + TENSOR_BYTES, a->chunks, bytes);
+    there.context = NULL;
+    there.tensor = (const struct hstep_tensor *)(uintptr_t)l->scratch;
+    there.chunks = (const struct hstep_chunk *)(uintptr_t)(l->scratch + TENSOR_BYTES);
+    if (!error) error = hstep_link_launch(l, HSTEP_CUDA_accumulate, &there, &what);
     hstep_link_leave(l);
     return error;
 }
@@ -280,10 +279,9 @@ static int read_piece(struct hstep_link *l, const struct hstep_access *a, float 
     int error = begin_access(l, a, bytes, &there);
     uint64_t values = l->scratch + TENSOR_BYTES;
     struct hstep_cuda_what what = {.bytes = bytes, .to = (void *)(uintptr_t)values};
-    if (error || (error = hstep_link_launch(l, HSTEP_CUDA_read, &there, &what)) ||
-        (error = HSTEP_GPU(l->gpu, cuMemcpyAsync, (uint64_t)(uintptr_t)out, values, (size_t)bytes, l->stream)))
-        return error;
-    return HSTEP_GPU(l->gpu, cuStreamSynchronize, l->stream);
+    if (!error) error = hstep_link_launch(l, HSTEP_CUDA_read, &there, &what);
+    if (!error) error = HSTEP_GPU(l->gpu, cuMemcpyAsync, (uint64_t)(uintptr_t)out, values, (size_t)bytes, l->stream);
+    return error ? error : HSTEP_GPU(l->gpu, cuStreamSynchronize, l->stream);
 }
 
 /* Pieces end with rows, because blocks begin with them. */
@@ -338,10 +336,10 @@ static int cuda_saturated(const struct hstep_access *a, uint64_t *count)
     error = begin_access(l, a, sizeof *count, &there);
     uint64_t place = l->scratch + TENSOR_BYTES;
     struct hstep_cuda_what what = {.bytes = sizeof *count, .to = (void *)(uintptr_t)place};
-    if (!error && !(error = HSTEP_GPU(l->gpu, cuMemsetD8Async, place, 0, sizeof *count, l->stream)) &&
-        !(error = hstep_link_launch(l, HSTEP_CUDA_saturated, &there, &what)) &&
-        !(error = HSTEP_GPU(l->gpu, cuMemcpyAsync, (uint64_t)(uintptr_t)count, place, sizeof *count, l->stream)))
-        error = HSTEP_GPU(l->gpu, cuStreamSynchronize, l->stream);
+    if (!error) error = HSTEP_GPU(l->gpu, cuMemsetD8Async, place, 0, sizeof *count, l->stream);
+    if (!error) error = hstep_link_launch(l, HSTEP_CUDA_saturated, &there, &what);
+    if (!error) error = HSTEP_GPU(l->gpu, cuMemcpyAsync, (uint64_t)(uintptr_t)count, place, sizeof *count, l->stream);
+    if (!error) error = HSTEP_GPU(l->gpu, cuStreamSynchronize, l->stream);
     hstep_link_leave(l);
     return error;
 }

@@ -158,16 +158,15 @@ static int parse_ordinal(const char *name, int devices, int *ordinal)
 /* Reads the properties of a GPU without creating a context on it. Fails if its compute capability is too low. */
 static int describe(struct hstep_gpu *g)
 {
-    int major = 0, minor = 0, error;
+    int major = 0, minor = 0, *processors = &g->multiprocessors;
     size_t bytes = 0;
-    if ((error = HSTEP_GPU(g, cuDeviceGet, &g->device, g->ordinal)) ||
-        (error = HSTEP_GPU(g, cuDeviceGetName, g->name, (int)sizeof g->name, g->device)) ||
-        (error = HSTEP_GPU(g, cuDeviceTotalMem, &bytes, g->device)) ||
-        (error = HSTEP_GPU(g, cuDeviceGetAttribute, &major, HSTEP_CU_ATTRIBUTE_COMPUTE_MAJOR, g->device)) ||
-        (error = HSTEP_GPU(g, cuDeviceGetAttribute, &minor, HSTEP_CU_ATTRIBUTE_COMPUTE_MINOR, g->device)) ||
-        (error =
-             HSTEP_GPU(g, cuDeviceGetAttribute, &g->multiprocessors, HSTEP_CU_ATTRIBUTE_MULTIPROCESSORS, g->device)))
-        return error;
+    int error = HSTEP_GPU(g, cuDeviceGet, &g->device, g->ordinal);
+    if (!error) error = HSTEP_GPU(g, cuDeviceGetName, g->name, (int)sizeof g->name, g->device);
+    if (!error) error = HSTEP_GPU(g, cuDeviceTotalMem, &bytes, g->device);
+    if (!error) error = HSTEP_GPU(g, cuDeviceGetAttribute, &major, HSTEP_CU_ATTRIBUTE_COMPUTE_MAJOR, g->device);
+    if (!error) error = HSTEP_GPU(g, cuDeviceGetAttribute, &minor, HSTEP_CU_ATTRIBUTE_COMPUTE_MINOR, g->device);
+    if (!error) error = HSTEP_GPU(g, cuDeviceGetAttribute, processors, HSTEP_CU_ATTRIBUTE_MULTIPROCESSORS, g->device);
+    if (error) return error;
     g->memory = bytes;
     g->compute = 10 * major + minor;
     if (g->compute < HSTEP_CUDA_MINIMUM_COMPUTE)
@@ -178,13 +177,12 @@ static int describe(struct hstep_gpu *g)
 
 static int find_gpu(const char *name, int *version, int *devices, struct hstep_gpu *g)
 {
-    int error;
     *devices = 0;
     g->driver = hstep_cuda_driver(version);
     if (!g->driver) return HALFSTEP_ERROR_DEVICE;
-    if ((error = HSTEP_GPU(g, cuDeviceGetCount, devices)) || (error = parse_ordinal(name, *devices, &g->ordinal)))
-        return error;
-    return describe(g);
+    int error = HSTEP_GPU(g, cuDeviceGetCount, devices);
+    if (!error) error = parse_ordinal(name, *devices, &g->ordinal);
+    return error ? error : describe(g);
 }
 
 static int start_gpu(struct hstep_gpu *g)

@@ -143,9 +143,8 @@ int hstep_engine_begin(hstep_engine *e, int writes, uint64_t offset, void *memor
                        hstep_error *error)
 {
     if (getpid() != e->owner)
-        return hstep_fail(error, HALFSTEP_ERROR_ORDER,
-                          "%s belongs to the process that opened it, not to its child; open another file here",
-                          e->path);
+        return io_fail(error, HALFSTEP_ERROR_ORDER,
+                       "%s belongs to the process that opened it, not to its child; open another file here", e->path);
     if (!bytes) return HALFSTEP_OK;
     pthread_mutex_lock(&e->lock);
     while (e->busy == TRANSFERS)
@@ -172,11 +171,11 @@ int hstep_engine_check(const hstep_engine *e, uint64_t bytes, hstep_error *error
     struct stat status;
     if (fstat(e->fd, &status)) return HALFSTEP_OK; /* transfers will tell */
     if (!e->nameless && !status.st_nlink)
-        return hstep_fail(error, HALFSTEP_ERROR_ORDER, "%s was deleted while it was in use", e->path);
+        return io_fail(error, HALFSTEP_ERROR_ORDER, "%s was deleted while it was in use", e->path);
     if ((uint64_t)status.st_size != bytes)
-        return hstep_fail(error, HALFSTEP_ERROR_ORDER,
-                          "%s has %llu bytes instead of %llu: it was changed while it was in use", e->path,
-                          ull((uint64_t)status.st_size), ull(bytes));
+        return io_fail(error, HALFSTEP_ERROR_ORDER,
+                       "%s has %llu bytes instead of %llu: it was changed while it was in use", e->path,
+                       ull((uint64_t)status.st_size), ull(bytes));
     return HALFSTEP_OK;
 }
 
@@ -188,12 +187,12 @@ int hstep_engine_wait(hstep_engine *e, int *lost, hstep_error *error)
     e->failed = 0;
     *lost |= e->failed_writing;
     if (problem == CHANGED)
-        return hstep_fail(error, HALFSTEP_ERROR_FORMAT,
-                          "%s does not give back what was written from byte %llu on: the bytes have another sum",
-                          e->path, ull(e->failed_at));
+        return io_fail(error, HALFSTEP_ERROR_FORMAT,
+                       "%s does not give back what was written from byte %llu on: the bytes have another sum", e->path,
+                       ull(e->failed_at));
     if (problem == ENDED)
-        return hstep_fail(error, HALFSTEP_ERROR_FORMAT, "%s ends before byte %llu; it was cut short", e->path,
-                          ull(e->failed_at));
+        return io_fail(error, HALFSTEP_ERROR_FORMAT, "%s ends before byte %llu; it was cut short", e->path,
+                       ull(e->failed_at));
     errno = problem;
     return hstep_fail_system(error, e->failed_writing ? "write" : "read", e->path);
 }
@@ -236,13 +235,13 @@ static int make_engine(hstep_engine **engine, const char *path, hstep_error *err
 {
     hstep_engine *e = calloc(1, sizeof *e);
     *engine = NULL;
-    if (!e) return hstep_fail_memory(error);
+    if (!e) return io_fail_memory(error);
     e->fd = -1;
     e->owner = getpid();
     e->path = hstep_copy(path);
     if (!e->path) {
         free(e);
-        return hstep_fail_memory(error);
+        return io_fail_memory(error);
     }
     pthread_mutex_init(&e->lock, NULL);
     pthread_cond_init(&e->work, NULL);
@@ -259,14 +258,14 @@ static int lock_file(hstep_engine *e, const char *name, hstep_error *error)
     do result = flock(e->fd, LOCK_EX | LOCK_NB);
     while (result && errno == EINTR);
     if (result && errno == EWOULDBLOCK)
-        return hstep_fail(error, HALFSTEP_ERROR_IO,
-                          "%s is in use, by another process or by a store of this one; close that first", e->path);
+        return io_fail(error, HALFSTEP_ERROR_IO,
+                       "%s is in use, by another process or by a store of this one; close that first", e->path);
     if (fstat(e->fd, &here)) return hstep_fail_system(error, "inspect", e->path);
     if (!S_ISREG(here.st_mode))
-        return hstep_fail(error, HALFSTEP_ERROR_IO, "%s is %s, not a regular file", e->path,
-                          S_ISDIR(here.st_mode) ? "a directory" : "a device or a pipe");
+        return io_fail(error, HALFSTEP_ERROR_IO, "%s is %s, not a regular file", e->path,
+                       S_ISDIR(here.st_mode) ? "a directory" : "a device or a pipe");
     if (stat(name, &there) || here.st_dev != there.st_dev || here.st_ino != there.st_ino)
-        return hstep_fail(error, HALFSTEP_ERROR_IO, "another process is making or moving %s; try again", e->path);
+        return io_fail(error, HALFSTEP_ERROR_IO, "another process is making or moving %s; try again", e->path);
     e->nameless = !here.st_nlink;
     return HALFSTEP_OK;
 }
@@ -324,13 +323,13 @@ int hstep_engine_create(hstep_engine **engine, const char *path, uint64_t bytes,
     struct stat status;
     *engine = NULL;
     if (!lstat(path, &status))
-        return stat(path, &status) ? hstep_fail_system(error, "create", path)
-                                   : hstep_fail(error, HALFSTEP_ERROR_IO,
-                                                "%s exists already; open it, or remove it to begin anew", path);
+        return stat(path, &status)
+                   ? hstep_fail_system(error, "create", path)
+                   : io_fail(error, HALFSTEP_ERROR_IO, "%s exists already; open it, or remove it to begin anew", path);
     int code = make_engine(&e, path, error);
     if (code) return code;
     char *name = hstep_format("%s.new", path);
-    if (!name) code = hstep_fail_memory(error);
+    if (!name) code = io_fail_memory(error);
     else e->fd = open_descriptor(name, O_CREAT | O_NOFOLLOW);
     if (!code && e->fd < 0) code = hstep_fail_system(error, "create", path);
     if (!code) code = lock_file(e, name, error);
@@ -352,7 +351,7 @@ int hstep_engine_create(hstep_engine **engine, const char *path, uint64_t bytes,
 int hstep_engine_publish(hstep_engine *e, hstep_error *error)
 {
     char *folder = hstep_parent_path(e->path);
-    int code = folder ? HALFSTEP_OK : hstep_fail_memory(error);
+    int code = folder ? HALFSTEP_OK : io_fail_memory(error);
     /* A link fails where the path exists by now, which a renaming would replace. */
     if (!code && link(e->temporary, e->path)) {
         struct stat status;

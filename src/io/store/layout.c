@@ -113,21 +113,20 @@ int hstep_read_header(const hstep_file *file, uint64_t file_bytes, hstep_layout 
     int code = file_bytes < sizeof header ? HALFSTEP_OK : hstep_read_at(file, 0, &header, sizeof header, error);
     if (code) return code;
     if (file_bytes < sizeof header || memcmp(header.magic, header_magic, sizeof header.magic))
-        return hstep_fail(error, HALFSTEP_ERROR_FORMAT, "%s is not a file of states of halfstep", path);
+        return io_fail(error, HALFSTEP_ERROR_FORMAT, "%s is not a file of states of halfstep", path);
     if (header.version != VERSION || header.flags & ~(uint32_t)FLAG_WEIGHTS)
-        return hstep_fail(error, HALFSTEP_ERROR_FORMAT,
-                          "%s has version %u of the layout; this library reads version %d", path, header.version,
-                          VERSION);
+        return io_fail(error, HALFSTEP_ERROR_FORMAT, "%s has version %u of the layout; this library reads version %d",
+                       path, header.version, VERSION);
     if (header.json_bytes > MOST_JSON || header.slot_bytes > MOST_JSON || header.slot_bytes % HSTEP_PAGE ||
         header.half_bytes % HSTEP_PAGE || header.half_bytes > (uint64_t)INT64_MAX / 4 ||
         header.pieces > header.json_bytes || sizeof header + header.json_bytes > file_bytes)
-        return hstep_fail(error, HALFSTEP_ERROR_FORMAT, "%s: its header is damaged", path);
+        return io_fail(error, HALFSTEP_ERROR_FORMAT, "%s: its header is damaged", path);
     *json = malloc((size_t)header.json_bytes + 1);
-    if (!*json) return hstep_fail_memory(error);
+    if (!*json) return io_fail_memory(error);
     code = hstep_read_at(file, sizeof header, *json, (size_t)header.json_bytes, error);
     (*json)[header.json_bytes] = 0;
     if (!code && header_crc(header, *json) != header.crc64)
-        code = hstep_fail(error, HALFSTEP_ERROR_FORMAT, "%s: its header is damaged", path);
+        code = io_fail(error, HALFSTEP_ERROR_FORMAT, "%s: its header is damaged", path);
     *layout = (hstep_layout){.has_weights = header.flags & FLAG_WEIGHTS,
                              .piece_bytes = header.piece_bytes,
                              .pieces = header.pieces,
@@ -135,8 +134,7 @@ int hstep_read_header(const hstep_file *file, uint64_t file_bytes, hstep_layout 
                              .slot_bytes = header.slot_bytes,
                              .half_bytes = header.half_bytes};
     if (!code && hstep_layout_bytes(layout) != file_bytes)
-        code =
-            hstep_fail(error, HALFSTEP_ERROR_FORMAT, "%s has %llu bytes instead of %llu: it was cut short or changed",
+        code = io_fail(error, HALFSTEP_ERROR_FORMAT, "%s has %llu bytes instead of %llu: it was cut short or changed",
                        path, ull(file_bytes), ull(hstep_layout_bytes(layout)));
     if (code) {
         free(*json);
@@ -188,7 +186,7 @@ static int read_pairs(hstep_json *json, hstep_pairs *pairs)
     const char *key, *value;
     for (size_t n = 0; hstep_json_member(json, &n, &key);) {
         if (!hstep_json_string(json, &value) ||
-            !hstep_grow((void **)&pairs->list, pairs->count, &pairs->capacity, sizeof *pairs->list))
+            !io_grow((void **)&pairs->list, pairs->count, &pairs->capacity, sizeof *pairs->list))
             return 0;
         pairs->list[pairs->count++] = (hstep_pair){(char *)key, (char *)value};
     }
@@ -267,7 +265,7 @@ static int read_slot(const hstep_file *file, const hstep_layout *layout, uint64_
         slot->json_bytes > layout->slot_bytes - sizeof *slot)
         return HALFSTEP_OK;
     char *read = malloc((size_t)slot->json_bytes + 1);
-    if (!read) return hstep_fail_memory(error);
+    if (!read) return io_fail_memory(error);
     code = hstep_read_at(file, begin + sizeof *slot, read, (size_t)slot->json_bytes, error);
     read[slot->json_bytes] = 0;
     *damaged = code || slot_crc(*slot, read) != slot->crc64;
@@ -292,16 +290,16 @@ int hstep_read_commit(const hstep_file *file, const hstep_layout *layout, hstep_
     free(text[!newest]);
     if (code) return code;
     if (!commit->text)
-        return hstep_fail(error, HALFSTEP_ERROR_FORMAT,
-                          "%s: both of its records are damaged, so nothing says which step its states are of", path);
+        return io_fail(error, HALFSTEP_ERROR_FORMAT,
+                       "%s: both of its records are damaged, so nothing says which step its states are of", path);
     commit->generation = slot[newest].generation;
     commit->fell_back = damaged[!newest];
-    if (copy && !(*copy = hstep_copy(commit->text))) return hstep_fail_memory(error);
+    if (copy && !(*copy = hstep_copy(commit->text))) return io_fail_memory(error);
     hstep_json json = {.text = commit->text, .bytes = (size_t)slot[newest].json_bytes};
     if (parse_commit(&json, layout, commit)) return HALFSTEP_OK;
-    if (!json.problem) return hstep_fail_memory(error);
-    return hstep_fail(error, HALFSTEP_ERROR_FORMAT, "%s: its record is damaged: %s at byte %llu", path, json.problem,
-                      ull(json.at));
+    if (!json.problem) return io_fail_memory(error);
+    return io_fail(error, HALFSTEP_ERROR_FORMAT, "%s: its record is damaged: %s at byte %llu", path, json.problem,
+                   ull(json.at));
 }
 
 /* ---- Differences ------------------------------------------------------------------------------------------------- */

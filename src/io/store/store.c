@@ -96,7 +96,7 @@ static int write_record(halfstep_store *s, hstep_error *error)
     if (!s->layout.has_weights) hstep_append_text(record, "\", \"hashes\": \"");
     for (int32_t i = 0; i < s->tensor_count && !s->layout.has_weights; i++) put_number(record, s->hashes[i]);
     hstep_append_text(record, "\"}");
-    return record->failed ? hstep_fail_memory(error) : HALFSTEP_OK;
+    return record->failed ? io_fail_memory(error) : HALFSTEP_OK;
 }
 
 /* Remembers that something written is lost, and says it. The system may report a failed sync once only, so no later
@@ -106,11 +106,11 @@ static int fail_lost(halfstep_store *s, int code, hstep_error *error)
     char why[sizeof s->text];
     snprintf(why, sizeof why, "%.450s", error->size ? error->text : "");
     s->lost = 1;
-    return hstep_fail(error, code, "%s%s", why,
-                      code == HALFSTEP_ERROR_IO ? "; the file holds the step before: open it again to go on from there"
-                      : code == HALFSTEP_ERROR_ORDER
-                          ? "; the weights are those after the step, and no file holds its states"
-                          : "");
+    return io_fail(error, code, "%s%s", why,
+                   code == HALFSTEP_ERROR_IO ? "; the file holds the step before: open it again to go on from there"
+                   : code == HALFSTEP_ERROR_ORDER
+                       ? "; the weights are those after the step, and no file holds its states"
+                       : "");
 }
 
 /* Fails with ORDER if the file is not there any more as it was made. */
@@ -140,7 +140,7 @@ static int wait_all(halfstep_store *s, hstep_error *error)
 static int commit(halfstep_store *s, void *const *weights, hstep_error *error)
 {
     if (s->lost)
-        return hstep_fail(error, HALFSTEP_ERROR_IO, "%s: an earlier step could not be written; open it again", s->path);
+        return io_fail(error, HALFSTEP_ERROR_IO, "%s: an earlier step could not be written; open it again", s->path);
     hash_weights(s, weights);
     int code = wait_all(s, error);
     if (!code && (code = check_file(s, error))) fail_lost(s, code, error);
@@ -148,8 +148,8 @@ static int commit(halfstep_store *s, void *const *weights, hstep_error *error)
     const uint64_t generation = s->generation + 1;
     const uint64_t bytes = code ? 0 : hstep_write_commit(&s->layout, generation, &s->record, s->slot);
     if (!code && !bytes)
-        code = hstep_fail(error, HALFSTEP_ERROR_RANGE, "%s has no room for a record of %llu bytes; make another file",
-                          s->path, ull(s->record.bytes));
+        code = io_fail(error, HALFSTEP_ERROR_RANGE, "%s has no room for a record of %llu bytes; make another file",
+                       s->path, ull(s->record.bytes));
     if (code) return code;
     code = hstep_engine_sync(s->engine, error);
     if (!code)
@@ -182,8 +182,7 @@ static int move(halfstep_store *s, int writes, int64_t index, void *memory, uint
     int code = p->round == s->round ? wait_all(s, &error) : HALFSTEP_OK;
     if (code) return code;
     if (writes && bytes != p->bytes)
-        return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "%s: piece %lld is written in part", s->path,
-                          (long long)index);
+        return io_fail(&error, HALFSTEP_ERROR_ARGUMENT, "%s: piece %lld is written in part", s->path, (long long)index);
     if (writes) {
         p->written = 1;
         p->sums[!p->current] = empty_sums(p);
@@ -203,7 +202,7 @@ static int begin_step(void *host)
     const int code = s->lost ? HALFSTEP_OK : check_file(s, &error);
     if (!code) return code;
     snprintf(why, sizeof why, "%.450s", s->text);
-    return hstep_fail(&error, code, "%s; this call has changed nothing: save weights and states elsewhere", why);
+    return io_fail(&error, code, "%s; this call has changed nothing: save weights and states elsewhere", why);
 }
 
 static int read_piece(void *host, int64_t index, void *memory, uint64_t bytes)
@@ -237,8 +236,8 @@ static int fail_optimizer(const halfstep_store *s, const halfstep_optimizer *opt
     const char *detail = halfstep_error_detail(optimizer);
     /* A text of this store names the file. */
     const int is_ours = *detail && !strcmp(detail, s->text);
-    return hstep_fail(error, code, "%s%s%s", is_ours ? "" : s->path, is_ours ? "" : ": ",
-                      *detail ? detail : halfstep_strerror(code));
+    return io_fail(error, code, "%s%s%s", is_ours ? "" : s->path, is_ours ? "" : ": ",
+                   *detail ? detail : halfstep_strerror(code));
 }
 
 /* Binds the store to a handle. Pieces are known only then. */
@@ -322,14 +321,14 @@ static int describe_tensors(const halfstep_store *s, const halfstep_optimizer *o
     for (int32_t i = 0; i < count && !code; i++) {
         code = append_tensor(&json, optimizer, i);
         if (code == HALFSTEP_ERROR_ORDER)
-            hstep_fail(error, code,
-                       "%s: the states have memory already, which a file cannot take the place of; make the optimizer "
-                       "without halfstep_allocate_states()",
-                       s->path);
+            io_fail(error, code,
+                    "%s: the states have memory already, which a file cannot take the place of; make the optimizer "
+                    "without halfstep_allocate_states()",
+                    s->path);
         else if (code) code = fail_optimizer(s, optimizer, code, error);
     }
     hstep_append(&json, "]", 2);
-    if (!code && json.failed) code = hstep_fail_memory(error);
+    if (!code && json.failed) code = io_fail_memory(error);
     *text = json.data;
     if (!code) return HALFSTEP_OK;
     free(json.data);
@@ -347,7 +346,7 @@ static int describe_pieces(halfstep_store *s, char **text, hstep_error *error)
     free(s->pieces);
     s->piece_count = halfstep_piece_count(s->optimizer);
     s->pieces = calloc((size_t)s->piece_count + 1, sizeof *s->pieces);
-    int code = s->pieces ? HALFSTEP_OK : hstep_fail_memory(error);
+    int code = s->pieces ? HALFSTEP_OK : io_fail_memory(error);
     uint64_t offset = 0;
     hstep_append_text(&json, ",\n \"pieces\": [");
     for (int64_t i = 0; i < s->piece_count && !code; i++) {
@@ -365,7 +364,7 @@ static int describe_pieces(halfstep_store *s, char **text, hstep_error *error)
                             ull(weight_bytes));
     }
     hstep_append(&json, "]}\n", 4);
-    if (!code && json.failed) code = hstep_fail_memory(error);
+    if (!code && json.failed) code = io_fail_memory(error);
     s->layout.pieces = (uint64_t)s->piece_count;
     s->layout.half_bytes = offset;
     s->layout.json_bytes = json.bytes - 1;
@@ -404,25 +403,24 @@ static int begin(halfstep_store **store, const char *function, const char *path,
 {
     memset(options, 0, sizeof *options);
     if (store) *store = NULL;
-    if (!store || !path || !optimizer) return hstep_fail(error, HALFSTEP_ERROR_ARGUMENT, "%s: NULL argument", function);
+    if (!store || !path || !optimizer) return io_fail(error, HALFSTEP_ERROR_ARGUMENT, "%s: NULL argument", function);
     if (theirs && !hstep_take_struct(options, sizeof *options, theirs))
-        return hstep_fail(error, HALFSTEP_ERROR_ARGUMENT, "%s: wrong struct_size", function);
+        return io_fail(error, HALFSTEP_ERROR_ARGUMENT, "%s: wrong struct_size", function);
     if (options->reserved || options->buffered < 0 || options->buffered > 1 || options->without_weights < 0 ||
         options->without_weights > 1)
-        return hstep_fail(error, HALFSTEP_ERROR_ARGUMENT,
-                          "%s: invalid options; without_weights and buffered must be 0 or 1, and reserved 0", function);
+        return io_fail(error, HALFSTEP_ERROR_ARGUMENT,
+                       "%s: invalid options; without_weights and buffered must be 0 or 1, and reserved 0", function);
     if (!halfstep_tensor_count(optimizer))
-        return hstep_fail(error, HALFSTEP_ERROR_ORDER, "%s: the optimizer has no tensor; add all of them first",
-                          function);
+        return io_fail(error, HALFSTEP_ERROR_ORDER, "%s: the optimizer has no tensor; add all of them first", function);
     halfstep_store *s = calloc(1, sizeof *s);
-    if (!s) return hstep_fail_memory(error);
+    if (!s) return io_fail_memory(error);
     s->memory = options->memory;
     s->round = 1;
     s->path = hstep_copy(path);
     s->tensor_count = halfstep_tensor_count(optimizer);
     s->hashes = calloc((size_t)s->tensor_count + 1, sizeof *s->hashes);
     s->weight_bytes = calloc((size_t)s->tensor_count + 1, sizeof *s->weight_bytes);
-    int code = s->path && s->hashes && s->weight_bytes ? HALFSTEP_OK : hstep_fail_memory(error);
+    int code = s->path && s->hashes && s->weight_bytes ? HALFSTEP_OK : io_fail_memory(error);
     for (int32_t i = 0; i < s->tensor_count && !code; i++) {
         halfstep_slot_info slot = {.struct_size = sizeof slot};
         code = halfstep_get_slot_info(optimizer, i, HALFSTEP_SLOT_WEIGHT, &slot);
@@ -437,7 +435,7 @@ static int begin(halfstep_store **store, const char *function, const char *path,
 static int make_slot(halfstep_store *s, hstep_error *error)
 {
     s->slot = aligned_alloc(HSTEP_PAGE, (size_t)s->layout.slot_bytes);
-    return s->slot ? HALFSTEP_OK : hstep_fail_memory(error);
+    return s->slot ? HALFSTEP_OK : io_fail_memory(error);
 }
 
 /* ---- Creating ---------------------------------------------------------------------------------------------------- */
@@ -457,7 +455,7 @@ static int write_header(halfstep_store *s, hstep_error *error)
     const uint64_t bytes = hstep_header_bytes(&s->layout);
     char *memory = aligned_alloc(HSTEP_PAGE, (size_t)bytes);
     int lost = 0;
-    if (!memory) return hstep_fail_memory(error);
+    if (!memory) return io_fail_memory(error);
     hstep_write_header(&s->layout, s->header, memory);
     int code = hstep_engine_begin(s->engine, 1, 0, memory, bytes, NULL, error);
     if (!code) code = hstep_engine_wait(s->engine, &lost, error);
@@ -478,8 +476,8 @@ int halfstep_store_create(const char *path, halfstep_optimizer *optimizer, void 
     s->layout.has_weights = !options.without_weights;
     s->layout.piece_bytes = options.piece_bytes;
     if (s->layout.has_weights && !weights)
-        code = hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT,
-                          "halfstep_store_create: NULL weights; give them, or set without_weights");
+        code = io_fail(&error, HALFSTEP_ERROR_ARGUMENT,
+                       "halfstep_store_create: NULL weights; give them, or set without_weights");
     if (!code) code = describe_tensors(s, optimizer, &s->header, &error);
     if (!code) code = bind(s, optimizer, &error);
     if (!code) code = describe_pieces(s, &s->header, &error);
@@ -504,15 +502,13 @@ static int compare_header(const halfstep_store *s, const char *here, const char 
     if (!strncmp(here, in_file, bytes)) return HALFSTEP_OK;
     char *first = hstep_copy(here), *second = hstep_copy(in_file);
     int code = HALFSTEP_ERROR_MISMATCH;
-    if (!first || !second) code = hstep_fail_memory(error);
+    if (!first || !second) code = io_fail_memory(error);
     else if (hstep_name_difference(first, bytes, second, strlen(second), difference, sizeof difference))
-        hstep_fail(error, code,
-                   "%s is of another optimizer: %s; make the same tensors in the same order with the same "
-                   "recipes, or another file",
-                   s->path, difference);
-    else
-        hstep_fail(error, code, "%s is of another optimizer or was made by another version; make another file",
-                   s->path);
+        io_fail(error, code,
+                "%s is of another optimizer: %s; make the same tensors in the same order with the same "
+                "recipes, or another file",
+                s->path, difference);
+    else io_fail(error, code, "%s is of another optimizer or was made by another version; make another file", s->path);
     free(first);
     free(second);
     return code;
@@ -524,8 +520,8 @@ static int take_record(halfstep_store *s, const hstep_commit *record, hstep_erro
     const uint64_t expected = s->layout.has_weights ? 0 : (uint64_t)s->tensor_count;
     int code = HALFSTEP_OK;
     if (record->hash_count != expected)
-        return hstep_fail(error, HALFSTEP_ERROR_FORMAT, "%s: its record has %llu hashes of weights instead of %llu",
-                          s->path, ull(record->hash_count), ull(expected));
+        return io_fail(error, HALFSTEP_ERROR_FORMAT, "%s: its record has %llu hashes of weights instead of %llu",
+                       s->path, ull(record->hash_count), ull(expected));
     s->generation = record->generation;
     s->fell_back = record->fell_back;
     for (int64_t i = 0; i < s->piece_count; i++) {
@@ -535,7 +531,7 @@ static int take_record(halfstep_store *s, const hstep_commit *record, hstep_erro
     for (uint64_t i = 0; i < expected; i++) s->hashes[i] = record->hashes[i];
     for (size_t i = 0; i < record->values.count && !code; i++)
         if (!hstep_set_pair(&s->values, record->values.list[i].key, record->values.list[i].value))
-            code = hstep_fail_memory(error);
+            code = io_fail_memory(error);
     return code ? code : hstep_take_numbers(s->optimizer, s->path, &record->metadata, error);
 }
 
@@ -545,10 +541,10 @@ static int check_hashes(const halfstep_store *s, void *const *weights, hstep_err
         halfstep_tensor t = {.struct_size = sizeof t};
         if (!weights[i] || !s->hashes[i] || hstep_hash(weights[i], s->weight_bytes[i], 0) == s->hashes[i]) continue;
         halfstep_get_tensor(s->optimizer, i, &t);
-        return hstep_fail(error, HALFSTEP_ERROR_MISMATCH,
-                          "%s keeps no weights, and the weight of tensor \"%s\" is not that of its last step, number "
-                          "%llu of the file; load the weights that were saved after that step",
-                          s->path, t.name, ull(s->generation));
+        return io_fail(error, HALFSTEP_ERROR_MISMATCH,
+                       "%s keeps no weights, and the weight of tensor \"%s\" is not that of its last step, number "
+                       "%llu of the file; load the weights that were saved after that step",
+                       s->path, t.name, ull(s->generation));
     }
     return HALFSTEP_OK;
 }
@@ -582,12 +578,12 @@ static int read_whole_piece(halfstep_store *s, piece *p, char *window, char *wei
         if (weight) copy_weight(p, window, at, bytes, weight, done);
     }
     if (sums.all != p->sums[p->current].all)
-        return hstep_fail(error, HALFSTEP_ERROR_FORMAT,
-                          s->fell_back
-                              ? "%s: one of its records is damaged, and the states of the other are not whole any more"
-                              : "%s does not give back what was written: its bytes %llu to %llu have another sum; use "
-                                "a copy of the file or another checkpoint",
-                          s->path, ull(begin), ull(begin + end));
+        return io_fail(error, HALFSTEP_ERROR_FORMAT,
+                       s->fell_back
+                           ? "%s: one of its records is damaged, and the states of the other are not whole any more"
+                           : "%s does not give back what was written: its bytes %llu to %llu have another sum; use "
+                             "a copy of the file or another checkpoint",
+                       s->path, ull(begin), ull(begin + end));
     p->sums[p->current] = sums;
     return HALFSTEP_OK;
 }
@@ -598,15 +594,14 @@ static int read_whole_piece(halfstep_store *s, piece *p, char *window, char *wei
 static int read_pieces(halfstep_store *s, void *const *weights, hstep_error *error)
 {
     char *window = aligned_alloc(HSTEP_PAGE, HSTEP_RUN);
-    int code = window ? HALFSTEP_OK : hstep_fail_memory(error);
+    int code = window ? HALFSTEP_OK : io_fail_memory(error);
     uint64_t done = 0;
     for (int64_t i = 0; i < s->piece_count && !code; i++) {
         piece *p = &s->pieces[i];
         char *weight = weights ? weights[p->tensor] : NULL;
         if (!i || p->tensor != p[-1].tensor) done = 0;
         if (weights && !weight && p->bytes > p->state_bytes)
-            code =
-                hstep_fail(error, HALFSTEP_ERROR_ARGUMENT, "%s: the weight of tensor %d is NULL", s->path, p->tensor);
+            code = io_fail(error, HALFSTEP_ERROR_ARGUMENT, "%s: the weight of tensor %d is NULL", s->path, p->tensor);
         else code = read_whole_piece(s, p, window, weight, done, error);
         done += p->bytes - p->state_bytes;
     }
@@ -631,7 +626,7 @@ static int open_parts(halfstep_store *s, halfstep_optimizer *optimizer, const hs
     if (!code) code = compare_header(s, here, s->header, error);
     if (!code && (layout.pieces != s->layout.pieces || layout.half_bytes != s->layout.half_bytes ||
                   layout.json_bytes != s->layout.json_bytes))
-        code = hstep_fail(error, HALFSTEP_ERROR_FORMAT, "%s: its header is damaged", s->path);
+        code = io_fail(error, HALFSTEP_ERROR_FORMAT, "%s: its header is damaged", s->path);
     if (!code) code = take_record(s, &record, error);
     if (!code) code = make_slot(s, error);
     hstep_free_commit(&record);
@@ -642,11 +637,10 @@ static int open_parts(halfstep_store *s, halfstep_optimizer *optimizer, const hs
 /* Says that the record that counts is the only sound one. */
 static void note_damage(const char *path, uint64_t generation, hstep_error *error)
 {
-    hstep_fail(
-        error, HALFSTEP_OK,
-        "note: one of the two records of %s is damaged, so the other one counts, number %llu. A step that was cut "
-        "short by a kill or a loss of power leaves that",
-        path, ull(generation));
+    io_fail(error, HALFSTEP_OK,
+            "note: one of the two records of %s is damaged, so the other one counts, number %llu. A step that was cut "
+            "short by a kill or a loss of power leaves that",
+            path, ull(generation));
 }
 
 int halfstep_store_open(const char *path, halfstep_optimizer *optimizer, void *const *weights,
@@ -676,7 +670,7 @@ int halfstep_store_bind(halfstep_store *store, halfstep_optimizer *optimizer, ch
 {
     hstep_error error = hstep_make_error(text, text_size);
     char *here = NULL;
-    if (!store || !optimizer) return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_store_bind: NULL argument");
+    if (!store || !optimizer) return io_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_store_bind: NULL argument");
     int code = describe_tensors(store, optimizer, &here, &error);
     if (!code) code = compare_header(store, here, store->header, &error);
     free(here);
@@ -690,18 +684,18 @@ void halfstep_store_close(halfstep_store *store) { free_store(store); }
 int halfstep_store_set_value(halfstep_store *store, const char *key, const char *value, char *text, size_t text_size)
 {
     hstep_error error = hstep_make_error(text, text_size);
-    if (!store || !key) return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_store_set_value: NULL argument");
+    if (!store || !key) return io_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_store_set_value: NULL argument");
     if (!hstep_is_utf8(key) || (value && !hstep_is_utf8(value)))
-        return hstep_fail(&error, HALFSTEP_ERROR_NAME, "%s: the value \"%s\" is not UTF-8", store->path, key);
+        return io_fail(&error, HALFSTEP_ERROR_NAME, "%s: the value \"%s\" is not UTF-8", store->path, key);
     int found;
     const size_t at = hstep_find_pair(&store->values, key, &found);
     uint64_t bytes = value ? strlen(key) + strlen(value) : 0;
     for (size_t i = 0; i < store->values.count; i++)
         if (!found || i != at) bytes += strlen(store->values.list[i].key) + strlen(store->values.list[i].value);
     if (bytes > HSTEP_VALUES)
-        return hstep_fail(&error, HALFSTEP_ERROR_RANGE, "%s: values may have %d bytes in all, not %llu", store->path,
-                          HSTEP_VALUES, ull(bytes));
-    if (value) return hstep_set_pair(&store->values, key, value) ? HALFSTEP_OK : hstep_fail_memory(&error);
+        return io_fail(&error, HALFSTEP_ERROR_RANGE, "%s: values may have %d bytes in all, not %llu", store->path,
+                       HSTEP_VALUES, ull(bytes));
+    if (value) return hstep_set_pair(&store->values, key, value) ? HALFSTEP_OK : io_fail_memory(&error);
     if (!found) return HALFSTEP_OK;
     hstep_pair *pair = &store->values.list[at];
     free(pair->key);
@@ -737,8 +731,7 @@ int halfstep_store_get_info(const char *path, halfstep_store_info *info, char *t
     hstep_commit record = {0};
     hstep_file *file = NULL;
     if (!path || !info || !hstep_struct_size(info))
-        return hstep_fail(&error, HALFSTEP_ERROR_ARGUMENT,
-                          "halfstep_store_get_info: NULL argument or wrong struct_size");
+        return io_fail(&error, HALFSTEP_ERROR_ARGUMENT, "halfstep_store_get_info: NULL argument or wrong struct_size");
     int code = hstep_open_file(&file, path, &ours.bytes, &error);
     if (!code) code = hstep_read_header(file, ours.bytes, &layout, &ours.header, &error);
     if (!code) code = hstep_read_commit(file, &layout, &record, &ours.commit, &error);

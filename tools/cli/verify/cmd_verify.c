@@ -12,7 +12,7 @@
 #include "cli/verify/golden.h"
 #include "common/args/args.h"
 #include "common/hash.h"
-#include "trainer/run/train.h"
+#include "trainer/run/run.h"
 
 /* tests/golden/hashes.txt, embedded by the build. */
 extern const char hstep_golden_hashes[];

@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/rng.h"
 #include "common/hash.h"
 
 /* ---- The list of cases ------------------------------------------------------------------------------------------- */
@@ -283,16 +284,10 @@ static int shape_of(const char *name)
     return -1;
 }
 
-static uint64_t mix(uint64_t z)
-{
-    z = (z ^ (z >> 30)) * UINT64_C(0xbf58476d1ce4e5b9);
-    z = (z ^ (z >> 27)) * UINT64_C(0x94d049bb133111eb);
-    return z ^ (z >> 31);
-}
-
 static uint64_t random_at(int tensor, int step, int64_t element)
 {
-    return mix(mix((uint64_t)element * UINT64_C(0x9e3779b97f4a7c15) + (uint64_t)(step + 1)) + (uint64_t)tensor);
+    return hstep_mix(hstep_mix((uint64_t)element * UINT64_C(0x9e3779b97f4a7c15) + (uint64_t)(step + 1)) +
+                     (uint64_t)tensor);
 }
 
 /* Returns an fp32 pattern. Most have magnitudes of 2^-4 .. 2^-19. Some are far larger or smaller, subnormals, or zeros

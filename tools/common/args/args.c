@@ -198,9 +198,9 @@ static int set_hyper(struct args *args, const struct option *option, void *targe
             return 2;
         }
     }
-    struct text word = {0};
-    if (option->kind == OPTION_HYPER) text_add(&word, "%s", text);
-    else text_add(&word, "%s=%s", option->name, text);
+    hstep_buffer word = {0};
+    if (option->kind == OPTION_HYPER) hstep_append_text(&word, text);
+    else hstep_append_format(&word, "%s=%s", option->name, text);
     int status = word.failed ? no_memory(error, error_bytes) : 0;
     for (char *c = word.data; !status && *c != '='; c++)
         if (*c == '-') *c = '_';
@@ -253,32 +253,32 @@ int args_set(struct args *args, const struct option_group *group, const struct o
     return 2;
 }
 
-void args_text(const struct option_group *group, const struct option *option, struct text *out)
+void args_text(const struct option_group *group, const struct option *option, hstep_buffer *out)
 {
     const void *target = variable(group, option);
     const char *const *string = target;
     const struct string_list *list = target;
     switch (option->kind) {
-    case OPTION_FLAG: text_add(out, "%d", *(const int *)target != 0); return;
-    case OPTION_INTEGER: text_add(out, "%lld", (long long)*(const int64_t *)target); return;
+    case OPTION_FLAG: hstep_append_format(out, "%d", *(const int *)target != 0); return;
+    case OPTION_INTEGER: hstep_append_format(out, "%lld", (long long)*(const int64_t *)target); return;
     case OPTION_SEED:
-    case OPTION_BYTES: text_add(out, "%llu", (unsigned long long)*(const uint64_t *)target); return;
+    case OPTION_BYTES: hstep_append_format(out, "%llu", (unsigned long long)*(const uint64_t *)target); return;
     case OPTION_NUMBER: {
         char number[32];
         exact_number(*(const double *)target, number, sizeof number);
-        text_add(out, "%s", number);
+        hstep_append_text(out, number);
         return;
     }
     case OPTION_STRING:
     case OPTION_CHOICE:
-    case OPTION_RECIPE: text_add(out, "%s", *string ? *string : ""); return;
+    case OPTION_RECIPE: hstep_append_text(out, *string ? *string : ""); return;
     case OPTION_RECIPES:
     case OPTION_HYPER:
-        for (int i = 0; i < list->n; i++) text_add(out, "%s%s", i ? "," : "", list->item[i]);
+        for (int i = 0; i < list->n; i++) hstep_append_format(out, "%s%s", i ? "," : "", list->item[i]);
         return;
     case OPTION_PATHS: {
         const struct path_list *list = target;
-        for (int i = 0; i < list->n; i++) text_add(out, "%s%s", i ? "\n" : "", list->item[i]);
+        for (int i = 0; i < list->n; i++) hstep_append_format(out, "%s%s", i ? "\n" : "", list->item[i]);
         return;
     }
     case OPTION_HYPER_AS:

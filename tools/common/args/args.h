@@ -150,7 +150,7 @@ int args_set(struct args *args, const struct option_group *group, const struct o
              char *error, size_t error_bytes);
 /* Appends the option's value as text that args_set() reads back exactly. Appends nothing for an option that is not
  * set. */
-void args_text(const struct option_group *group, const struct option *option, struct text *out);
+void args_text(const struct option_group *group, const struct option *option, hstep_buffer *out);
 
 /* Returns the candidate closest to a mistyped word, or NULL if none is close. next(context, i) returns the i-th
  * candidate, or NULL past the last. */

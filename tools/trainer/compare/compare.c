@@ -256,13 +256,13 @@ static int set_paths(struct compare *compare, const struct report_run *run, stru
 static void announce(struct compare *compare, struct progress *progress, int at, double started)
 {
     const struct report *report = &compare->report;
-    struct text line = {0};
+    hstep_buffer line = {0};
     if (compare->base.quiet) return;
-    text_add(&line, "run %d of %d: %s", at + 1, report->runs, report->entry[report->run[at].entry].name);
-    if (report->seeds > 1) text_add(&line, ", seed %llu", (unsigned long long)report->run[at].seed);
+    hstep_append_format(&line, "run %d of %d: %s", at + 1, report->runs, report->entry[report->run[at].entry].name);
+    if (report->seeds > 1) hstep_append_format(&line, ", seed %llu", (unsigned long long)report->run[at].seed);
     if (at) {
         long left = lround((progress_clock() - started) / at * (report->runs - at));
-        text_add(&line, " (about %ld:%02ld left in all)", left / 60, left % 60);
+        hstep_append_format(&line, " (about %ld:%02ld left in all)", left / 60, left % 60);
     }
     if (line.data) progress_note(progress, "%s", line.data);
     text_free(&line);
@@ -383,14 +383,14 @@ static int prepare(struct compare *compare)
 /* Returns 0, or -1 if out of memory. */
 static int print_outcome(const struct compare *compare, FILE *out)
 {
-    struct text text = {0};
+    hstep_buffer text = {0};
     report_table(&compare->report, &text);
-    text_add(&text, "Matrix products in %s for every recipe.\n\nreport: ", compare->base.compute);
+    hstep_append_format(&text, "Matrix products in %s for every recipe.\n\nreport: ", compare->base.compute);
     text_add_plain(&text, compare->options.out);
-    text_add(&text, "/report.html\n");
+    hstep_append_format(&text, "/report.html\n");
     report_sentence(&compare->report, &text);
     int bad = text.failed;
-    if (!bad) fprintf(out, "%s%s", text.data, text.data[text.n - 1] == '\n' ? "" : "\n");
+    if (!bad) fprintf(out, "%s%s", text.data, text.data[text.bytes - 1] == '\n' ? "" : "\n");
     text_free(&text);
     return bad ? -1 : 0;
 }
@@ -398,9 +398,9 @@ static int print_outcome(const struct compare *compare, FILE *out)
 static int print_object(const struct compare *compare)
 {
     struct document document;
-    struct text path = {0};
+    hstep_buffer path = {0};
     report_document(&document, &compare->report);
-    text_add(&path, "%s/report.html", compare->options.out);
+    hstep_append_format(&path, "%s/report.html", compare->options.out);
     put_text(&document, document.root, "report", text_string(&path));
     document.failed |= path.failed;
     text_free(&path);
@@ -426,7 +426,7 @@ static int conclude(struct compare *compare)
     fflush(stdout);
     if (bad || tell_failures(compare)) status = 1;
     for (int i = 0; i < report->checks; i++) {
-        struct text line = {0};
+        hstep_buffer line = {0};
         const int entry = report->check[i].entry;
         /* A recipe that failed met nothing, and has been told. */
         if (report->check[i].passed || report_error(report, entry) ||

@@ -5,9 +5,9 @@
 
 #include "common/args/args.h"
 #include "trainer/compare/compare.h"
-#include "trainer/mnist/train_mnist.h"
+#include "trainer/mnist/mnist.h"
 #include "trainer/report/report.h"
-#include "trainer/run/train.h"
+#include "trainer/run/run.h"
 
 #define MAX_CHECKS 64
 #define MAX_PAIRS (RUN_OPTIONS_MAX + 8)
@@ -46,7 +46,7 @@ struct compare_kind {
                  struct report_run *run, char *error, size_t error_bytes);
     /* Describes the model and the training in the report's second line, and the origin of the data by
      * compare_fact(). */
-    void (*describe)(struct compare *compare, struct text *subtitle);
+    void (*describe)(struct compare *compare, hstep_buffer *subtitle);
 };
 
 struct compare {
@@ -69,7 +69,7 @@ struct compare {
     struct report_check check[MAX_CHECKS];
     int checks;
     struct report_pair configuration[MAX_PAIRS], machine[8];
-    struct text command, subtitle;
+    hstep_buffer command, subtitle;
 };
 
 int compare_run(const struct compare_kind *kind, const struct comparison *comparison, int argc, char **argv);
@@ -81,7 +81,7 @@ int compare_keep(struct report_run *run, const struct run_result *result);
 /* Fills in title, command, configuration and machine of the report. Returns 0, or -1 if out of memory. */
 int compare_describe(struct compare *compare);
 /* Adds a line to the report's configuration. compare_describe() reports a failure. */
-void compare_fact(struct compare *compare, const char *name, const struct text *value);
+void compare_fact(struct compare *compare, const char *name, const hstep_buffer *value);
 /* The files of one run among many: DIR/NAME, and FILE-NAME.csv for FILE.csv. */
 struct run_paths {
     const char *log, *checkpoint; /* NULL without --log or --checkpoint */
@@ -93,7 +93,7 @@ int compare_name_paths(struct compare *compare, const struct report_run *run, st
  * error text. */
 int compare_check_paths(struct compare *compare, char *error, size_t error_bytes);
 
-/* Creates a folder and those above it. Returns 0, or -1 with an error text. */
+/* Creates a folder and those above it. Returns 0, or another number with an error text. */
 int compare_make_folder(const char *path, char *error, size_t error_bytes);
 /* Returns the name of a file in --out by its number, 0 .. 3. */
 const char *compare_report_file(int index);

@@ -51,29 +51,29 @@ static int train(struct compare *compare, const struct run_config *config, struc
 
 static void describe_file(struct compare *compare, const char *name, const char *path, size_t bytes, uint64_t hash)
 {
-    struct text text = {0};
-    text_add(&text, "%s, ", path);
+    hstep_buffer text = {0};
+    hstep_append_format(&text, "%s, ", path);
     text_add_count(&text, (double)bytes);
-    text_add(&text, " bytes, hash %016llx", (unsigned long long)hash);
+    hstep_append_format(&text, " bytes, hash %016llx", (unsigned long long)hash);
     compare_fact(compare, name, &text);
     text_free(&text);
 }
 
-static void describe(struct compare *compare, struct text *subtitle)
+static void describe(struct compare *compare, hstep_buffer *subtitle)
 {
     const struct run_config *base = &compare->base;
     const struct run_data *data = &compare->data.lm;
     struct lm_config shape = run_shape(base);
     char error[256], title[280];
     if (lm_config_check(&shape, error, sizeof error) == 0) {
-        text_add(subtitle, "a language model of ");
+        hstep_append_format(subtitle, "a language model of ");
         text_add_count(subtitle, (double)lm_parameter_count(&shape));
-        text_add(subtitle, " parameters, ");
+        hstep_append_format(subtitle, " parameters, ");
     }
     text_add_count(subtitle, (double)base->steps);
-    text_add(subtitle, " steps of %lld × %lld bytes of %s", (long long)(base->batch * base->micro_steps),
-             (long long)base->context, compare_file_name(base->data.item[0]));
-    if (base->data.n > 1) text_add(subtitle, " and %d more", base->data.n - 1);
+    hstep_append_format(subtitle, " steps of %lld × %lld bytes of %s", (long long)(base->batch * base->micro_steps),
+                        (long long)base->context, compare_file_name(base->data.item[0]));
+    if (base->data.n > 1) hstep_append_format(subtitle, " and %d more", base->data.n - 1);
     run_data_title(&base->data, title, sizeof title);
     describe_file(compare, "data", title, data->data_file.n, data->data_hash);
     if (!base->val.n) return;

@@ -52,30 +52,30 @@ static int train(struct compare *compare, const struct run_config *config, struc
     return status;
 }
 
-static void describe(struct compare *compare, struct text *subtitle)
+static void describe(struct compare *compare, hstep_buffer *subtitle)
 {
     const struct run_config *base = &compare->base;
     const struct mnist_data *data = &compare->data.mnist;
     struct cnn_config shape = {.side = data->train.side};
-    struct text text = {0};
+    hstep_buffer text = {0};
     char error[256];
     if (cnn_config_check(&shape, error, sizeof error) == 0) {
-        text_add(subtitle, "a convolutional network of ");
+        hstep_append_format(subtitle, "a convolutional network of ");
         text_add_count(subtitle, (double)cnn_parameter_count(&shape));
-        text_add(subtitle, " parameters, ");
+        hstep_append_format(subtitle, " parameters, ");
     }
-    text_add(subtitle, "%lld epochs of ", (long long)base->epochs);
+    hstep_append_format(subtitle, "%lld epochs of ", (long long)base->epochs);
     text_add_count(subtitle, (double)data->train.n);
-    text_add(subtitle, base->digits ? " images of %s" : " %s digits",
-             base->digits ? compare_file_name(base->digits) : "drawn");
-    text_add(&text, "%s, ", base->digits ? base->digits : "drawn digits");
+    hstep_append_format(subtitle, base->digits ? " images of %s" : " %s digits",
+                        base->digits ? compare_file_name(base->digits) : "drawn");
+    hstep_append_format(&text, "%s, ", base->digits ? base->digits : "drawn digits");
     text_add_count(&text, (double)data->train.n);
-    text_add(&text, " images to learn from, ");
+    hstep_append_format(&text, " images to learn from, ");
     text_add_count(&text, (double)data->test.n);
-    text_add(&text, " to test with, hash %016llx", (unsigned long long)data->hash);
+    hstep_append_format(&text, " to test with, hash %016llx", (unsigned long long)data->hash);
     compare_fact(compare, "data", &text);
     text_free(&text);
-    text_add(&text, "%s", compare->options.batches);
+    hstep_append_text(&text, compare->options.batches);
     compare_fact(compare, "batch", &text);
     text_free(&text);
 }

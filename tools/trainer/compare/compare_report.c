@@ -3,7 +3,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/stat.h>
 #ifdef __APPLE__
 #include <sys/sysctl.h>
 #endif
@@ -12,7 +11,7 @@
 #include "halfstep.h"
 #include "halfstep_io.h"
 
-#include "common/paths.h"
+#include "io/files.h"
 #include "trainer/compare/compare_internal.h"
 
 /* ---- Configuration and machine
@@ -31,7 +30,7 @@ const char *compare_file_name(const char *path)
     return slash ? slash + 1 : path;
 }
 
-void compare_fact(struct compare *compare, const char *name, const struct text *value)
+void compare_fact(struct compare *compare, const char *name, const hstep_buffer *value)
 {
     const char *kept = value->failed ? NULL : args_keep(&compare->args, text_string(value));
     add_pair(compare, compare->configuration, MAX_PAIRS, &compare->report.configurations, name, kept);
@@ -43,15 +42,15 @@ static void describe_configuration(struct compare *compare)
     struct option_group group = {"", compare->table.rows, compare->table.n, &compare->base};
     for (int i = 0; i < group.n; i++) {
         const struct option *option = &group.rows[i];
-        struct text value = {0};
+        hstep_buffer value = {0};
         if (option->kind == OPTION_HYPER_AS || !(option->flags & (OPTION_SAVED | OPTION_IDENTITY))) continue;
         if (strcmp(option->name, "data") == 0 || strcmp(option->name, "val") == 0 ||
             strcmp(option->name, "threads") == 0)
             continue;
         args_text(&group, option, &value);
         if (strcmp(option->name, "seed") == 0 && report->seeds > 1)
-            text_add(&value, " to %llu",
-                     (unsigned long long)compare->base.seed + (unsigned long long)report->seeds - 1);
+            hstep_append_format(&value, " to %llu",
+                                (unsigned long long)compare->base.seed + (unsigned long long)report->seeds - 1);
         const char *text = text_string(&value);
         if (value.failed || option->initial || (text[0] && strcmp(text, "0") != 0))
             compare_fact(compare, option->name, &value);
@@ -106,17 +105,17 @@ int compare_describe(struct compare *compare)
 {
     struct report *report = &compare->report;
     report->title = compare->comparison->title;
-    text_add(&compare->command, "halfstep");
+    hstep_append_format(&compare->command, "halfstep");
     for (int i = 0; i < compare->comparison->argc; i++) {
-        text_add(&compare->command, " ");
+        hstep_append_format(&compare->command, " ");
         text_add_shell(&compare->command, compare->comparison->argv[i]);
     }
     report->command = text_string(&compare->command);
-    struct text *subtitle = &compare->subtitle;
+    hstep_buffer *subtitle = &compare->subtitle;
     int recipes = report->entries / compare->batches;
-    text_add(subtitle, "%d recipe%s, ", recipes, recipes == 1 ? "" : "s");
-    if (compare->batches > 1) text_add(subtitle, "%d batch sizes, ", compare->batches);
-    if (report->seeds > 1) text_add(subtitle, "%d seeds, ", report->seeds);
+    hstep_append_format(subtitle, "%d recipe%s, ", recipes, recipes == 1 ? "" : "s");
+    if (compare->batches > 1) hstep_append_format(subtitle, "%d batch sizes, ", compare->batches);
+    if (report->seeds > 1) hstep_append_format(subtitle, "%d seeds, ", report->seeds);
     report->configuration = compare->configuration;
     compare->kind->describe(compare, subtitle);
     report->subtitle = text_string(subtitle);
@@ -127,36 +126,24 @@ int compare_describe(struct compare *compare)
 
 /* ---- Files ------------------------------------------------------------------------------------------------------- */
 
-/* Creates a folder, unless it is there. Returns 0, or -1 with errno. A mount may refuse to make a folder that is there
- * by other errors than EEXIST. */
-static int make_one(const char *path)
-{
-    struct stat status;
-    if (mkdir(path, 0777) == 0) return 0;
-    const int number = errno, exists = stat(path, &status) == 0;
-    if (exists && S_ISDIR(status.st_mode)) return 0;
-    errno = exists && number == EEXIST ? ENOTDIR : number;
-    return -1;
-}
-
 int compare_make_folder(const char *path, char *error, size_t error_bytes)
 {
-    char part[PATH_BYTES], why[1024];
-    int bad = !path[0] || strlen(path) >= sizeof part;
+    char part[PATH_BYTES];
+    hstep_error failure = hstep_make_error(error, error_bytes);
+    int made;
     errno = path[0] ? ENAMETOOLONG : ENOENT;
+    if (!path[0] || strlen(path) >= sizeof part) return hstep_fail_system(&failure, "write in the folder", path);
     snprintf(part, sizeof part, "%s", path);
-    for (char *end = part; *end && !bad;) {
+    for (char *end = part; *end;) {
         end += strspn(end, "/");
         end += strcspn(end, "/");
         const char kept = *end;
         *end = 0;
-        bad = make_one(part) != 0;
-        if (!bad) *end = kept;
+        const int code = hstep_make_directory(part, &made, &failure);
+        if (code) return code;
+        *end = kept;
     }
-    if (!bad) bad = access(part, W_OK | X_OK) != 0;
-    if (bad)
-        snprintf(error, error_bytes, "cannot write in the folder %s: %s", path, paths_reason(part, why, sizeof why));
-    return bad ? -1 : 0;
+    return access(part, W_OK | X_OK) ? hstep_fail_system(&failure, "write in the folder", path) : 0;
 }
 
 const char *compare_report_file(int index)
@@ -165,13 +152,13 @@ const char *compare_report_file(int index)
     return names[index];
 }
 
-static int write_one(const struct compare *compare, int index, struct text *text, char *error, size_t error_bytes)
+static int write_one(const struct compare *compare, int index, hstep_buffer *text, char *error, size_t error_bytes)
 {
-    struct text path = {0};
-    text_add(&path, "%s/%s", compare->options.out, compare_report_file(index));
+    hstep_buffer path = {0};
+    hstep_append_format(&path, "%s/%s", compare->options.out, compare_report_file(index));
     int bad = text->failed || path.failed;
     if (bad) snprintf(error, error_bytes, "%s: out of memory", compare_report_file(index));
-    if (!bad) bad = halfstep_write_file_atomic(path.data, text->data, text->n, error, error_bytes) != HALFSTEP_OK;
+    if (!bad) bad = halfstep_write_file_atomic(path.data, text->data, text->bytes, error, error_bytes) != HALFSTEP_OK;
     text_free(&path);
     text_free(text);
     return bad ? -1 : 0;
@@ -180,7 +167,7 @@ static int write_one(const struct compare *compare, int index, struct text *text
 int compare_write_report(const struct compare *compare, char *error, size_t error_bytes)
 {
     const struct report *report = &compare->report;
-    struct text html = {0}, runs = {0}, history = {0}, object = {0};
+    hstep_buffer html = {0}, runs = {0}, history = {0}, object = {0};
     report_html(report, &html);
     report_runs_csv(report, &runs);
     report_history_csv(report, &history);

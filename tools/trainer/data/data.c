@@ -8,7 +8,7 @@
 #include <zlib.h>
 
 #include "common/text.h"
-#include "trainer/loops/rows.h"
+#include "trainer/products/rows.h"
 
 /* Makes room for at least one more byte: for `hint` of them, or for a quarter of the old capacity if that is more. */
 static int reserve(struct data_file *out, size_t *capacity, size_t hint)

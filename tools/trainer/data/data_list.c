@@ -84,8 +84,8 @@ static void walk(struct data_list *list, struct problems *p, const char *folder)
     if (n < 0 && errno == ENOMEM) p->no_memory = 1;
     else if (n < 0) complain(p, folder, strerror(errno));
     for (int i = 0; i < n; i++) {
-        struct text path = {0};
-        text_add(&path, "%s%s%s", folder, slash, entry[i]->d_name);
+        hstep_buffer path = {0};
+        hstep_append_format(&path, "%s%s%s", folder, slash, entry[i]->d_name);
         p->no_memory |= path.failed;
         if (!p->no_memory) take(list, p, path.data);
         text_free(&path);

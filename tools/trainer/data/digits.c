@@ -5,7 +5,7 @@
 #include <string.h>
 
 #include "common/text.h"
-#include "trainer/loops/rows.h"
+#include "trainer/products/rows.h"
 
 enum { MOST_POINTS = 24, PIXELS = DIGITS_SIDE * DIGITS_SIDE, UP = -1 };
 

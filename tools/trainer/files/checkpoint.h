@@ -17,7 +17,7 @@
 #include "halfstep.h"
 #include "halfstep_io.h"
 
-#include "trainer/run/train.h"
+#include "trainer/run/run.h"
 
 /* A model with its optimizer. Both have the same tensors in the same order. weights[i] has the type lm_dtype. */
 struct holding {

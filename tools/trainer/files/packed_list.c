@@ -9,7 +9,7 @@
 
 #include "common/args/recipes.h"
 #include "io/json.h"
-#include "trainer/loops/rows.h"
+#include "trainer/products/rows.h"
 #include "trainer/models/llama.h"
 
 const char *packed_format_name(int32_t position)
@@ -119,11 +119,11 @@ const struct packed_weight *packed_list_find(const struct packed_list *list, con
 
 /* ---- Writing ----------------------------------------------------------------------------------------------------- */
 
-void packed_list_add(struct text *text, const char *name, const char *format, int64_t columns)
+void packed_list_add(hstep_buffer *text, const char *name, const char *format, int64_t columns)
 {
-    text_add(text, text->n ? ", " : "{");
-    text_add_json(text, name);
-    text_add(text, ": {\"format\": \"%s\", \"columns\": %lld}", format, (long long)columns);
+    hstep_append_format(text, text->bytes ? ", " : "{");
+    hstep_append_json(text, name);
+    hstep_append_format(text, ": {\"format\": \"%s\", \"columns\": %lld}", format, (long long)columns);
 }
 
-void packed_list_end(struct text *text) { text_add(text, text->n ? "}" : "{}"); }
+void packed_list_end(hstep_buffer *text) { hstep_append_format(text, text->bytes ? "}" : "{}"); }

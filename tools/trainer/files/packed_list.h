@@ -29,8 +29,8 @@ void packed_list_free(struct packed_list *list);
 /* Returns the item of a tensor, or NULL. */
 const struct packed_weight *packed_list_find(const struct packed_list *list, const char *name);
 /* Appends an item to the text of a list, which is complete after packed_list_end(). */
-void packed_list_add(struct text *text, const char *name, const char *format, int64_t columns);
-void packed_list_end(struct text *text);
+void packed_list_add(hstep_buffer *text, const char *name, const char *format, int64_t columns);
+void packed_list_end(hstep_buffer *text);
 
 /* Returns the names of formats of packed weights by position, NULL past the last. */
 const char *packed_format_name(int32_t position);

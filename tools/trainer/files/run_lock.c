@@ -9,8 +9,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "common/paths.h"
 #include "common/text.h"
+#include "io/files.h"
 
 /* A name that no file of a checkpoint can have. */
 #define LOCK_NAME "/.halfstep-train.lock"
@@ -29,41 +29,6 @@ static void forget(struct run_lock *lock)
     free(lock);
 }
 
-/* Syncs the directory above. Until then a crash may lose a new directory. */
-static int sync_parent(const char *directory)
-{
-    size_t n = strlen(directory);
-    char *parent = malloc(n + 4);
-    if (!parent) return -1;
-    snprintf(parent, n + 4, "%s/..", directory);
-    int fd = open(parent, O_RDONLY | O_DIRECTORY | O_CLOEXEC), bad = fd < 0;
-    free(parent);
-    /* A directory that this process may write but not read cannot be opened for a sync. */
-    if (bad) return errno == EACCES ? 0 : -1;
-    /* Some network file systems cannot sync directories and report these errors. */
-    bad = fsync(fd) != 0 && errno != EINVAL && errno != ENOTSUP;
-    close(fd);
-    return bad ? -1 : 0;
-}
-
-static int make_directory(struct run_lock *lock, const char *directory, char *error, size_t error_bytes)
-{
-    struct stat status;
-    char why[1024];
-    lock->made_directory = mkdir(directory, 0777) == 0;
-    int number = errno;
-    if (lock->made_directory) {
-        if (sync_parent(directory) == 0) return 0;
-        snprintf(error, error_bytes, "cannot sync the directory above %s: %s", directory, strerror(errno));
-        return -1;
-    }
-    /* A read-only or automatic mount may refuse to make a directory that is there by other errors than EEXIST. */
-    if (stat(directory, &status) == 0 && S_ISDIR(status.st_mode)) return 0;
-    errno = number;
-    snprintf(error, error_bytes, "cannot create directory %s: %s", directory, paths_reason(directory, why, sizeof why));
-    return -1;
-}
-
 static void name_holder(const struct run_lock *lock, char *error, size_t error_bytes)
 {
     char holder[256] = "";
@@ -80,13 +45,11 @@ static void name_holder(const struct run_lock *lock, char *error, size_t error_b
  * file without a name, and the next run would lock another file. So the name is checked, and the attempt repeated. */
 static int take(struct run_lock *lock, char *error, size_t error_bytes)
 {
+    hstep_error failure = hstep_make_error(error, error_bytes);
     for (;;) {
         struct stat mine, named = {0};
         lock->fd = open(lock->path, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0666);
-        if (lock->fd < 0) {
-            snprintf(error, error_bytes, "cannot create %s: %s", lock->path, strerror(errno));
-            return -1;
-        }
+        if (lock->fd < 0) return hstep_fail_system(&failure, "create", lock->path);
         int result;
         do result = flock(lock->fd, LOCK_EX | LOCK_NB);
         while (result != 0 && errno == EINTR);
@@ -98,10 +61,8 @@ static int take(struct run_lock *lock, char *error, size_t error_bytes)
             snprintf(error, error_bytes,
                      "note: the file system of %s has no locks (%s): make sure that no other run uses the directory",
                      lock->directory, strerror(errno));
-        if (fstat(lock->fd, &mine) != 0 || (stat(lock->path, &named) != 0 && errno != ENOENT)) {
-            snprintf(error, error_bytes, "cannot inspect %s: %s", lock->path, strerror(errno));
-            return -1;
-        }
+        if (fstat(lock->fd, &mine) != 0 || (stat(lock->path, &named) != 0 && errno != ENOENT))
+            return hstep_fail_system(&failure, "inspect", lock->path);
         if (mine.st_dev == named.st_dev && mine.st_ino == named.st_ino) return 0;
         close(lock->fd);
     }
@@ -111,7 +72,7 @@ struct run_lock *run_lock_take(const char *directory, char *error, size_t error_
 {
     struct run_lock *lock = calloc(1, sizeof *lock);
     size_t n = strlen(directory) + sizeof LOCK_NAME;
-    error[0] = 0;
+    hstep_error failure = hstep_make_error(error, error_bytes);
     if (lock) {
         lock->fd = -1;
         lock->directory = strdup(directory);
@@ -123,7 +84,9 @@ struct run_lock *run_lock_take(const char *directory, char *error, size_t error_
         return NULL;
     }
     snprintf(lock->path, n, "%s%s", directory, LOCK_NAME);
-    if (make_directory(lock, directory, error, error_bytes) != 0 || take(lock, error, error_bytes) != 0) {
+    int bad = hstep_make_directory(directory, &lock->made_directory, &failure);
+    if (!bad && lock->made_directory) bad = hstep_sync_parent(directory, &failure);
+    if (bad || take(lock, error, error_bytes) != 0) {
         forget(lock);
         return NULL;
     }

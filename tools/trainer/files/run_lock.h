@@ -1,5 +1,5 @@
 /* Locks a checkpoint directory for one run at a time. The run holds a lock on a file in the directory from its start to
- * its end. Saves use another lock, the directory's own.
+ * its end. The run's saves, and all that read the checkpoint meanwhile, take another lock, the directory's own.
  *
  * The kernel releases the lock when the process ends in any way, so the file of a dead run does no harm. On NFS, Linux
  * keeps the lock at the server. The server releases it after the lease's time if the holder's machine is gone (NFS 4,

@@ -171,33 +171,34 @@ const char *trainer_file_option(const struct trainer_file *file, const char *nam
 
 /* ---- Writing ----------------------------------------------------------------------------------------------------- */
 
-static void add_number(struct text *text, const char *key, double number)
+static void add_number(hstep_buffer *text, const char *key, double number)
 {
     /* JSON cannot hold numbers that are not finite, and no run has one to keep. */
     if (!isfinite(number)) text->failed = 1;
-    text_add(text, ",\n  \"%s\": %.17g", key, number);
+    hstep_append_format(text, ",\n  \"%s\": %.17g", key, number);
 }
 
-static void add_string(struct text *text, const char *key, const char *string)
+static void add_string(hstep_buffer *text, const char *key, const char *string)
 {
-    text_add(text, ",\n  \"%s\": ", key);
-    text_add_json(text, string);
+    hstep_append_format(text, ",\n  \"%s\": ", key);
+    hstep_append_json(text, string);
 }
 
-void trainer_file_write(const struct trainer_file *file, struct text *text)
+void trainer_file_write(const struct trainer_file *file, hstep_buffer *text)
 {
-    text_add(text, "{\n  \"format\": 1,\n  \"step\": %llu,\n  \"options\": {", (unsigned long long)file->step);
+    hstep_append_format(text, "{\n  \"format\": 1,\n  \"step\": %llu,\n  \"options\": {",
+                        (unsigned long long)file->step);
     for (size_t i = 0; i < file->options; i++) {
-        text_add(text, i ? ",\n    " : "\n    ");
-        text_add_json(text, file->option[i].name);
-        text_add(text, ": ");
-        text_add_json(text, file->option[i].value);
+        hstep_append_format(text, i ? ",\n    " : "\n    ");
+        hstep_append_json(text, file->option[i].name);
+        hstep_append_format(text, ": ");
+        hstep_append_json(text, file->option[i].value);
     }
-    text_add(text, "\n  },\n  \"data_bytes\": %llu", (unsigned long long)file->data_bytes);
+    hstep_append_format(text, "\n  },\n  \"data_bytes\": %llu", (unsigned long long)file->data_bytes);
     add_string(text, "data_hash", file->data_hash);
     add_string(text, "val_hash", file->val_hash);
-    text_add(text, ",\n  \"threads\": %llu", (unsigned long long)file->threads);
+    hstep_append_format(text, ",\n  \"threads\": %llu", (unsigned long long)file->threads);
     add_number(text, "released_norm", file->released_norm);
     add_number(text, "seconds", file->seconds);
-    text_add(text, "\n}\n");
+    hstep_append_format(text, "\n}\n");
 }

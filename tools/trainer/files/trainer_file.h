@@ -31,7 +31,7 @@ void trainer_file_free(struct trainer_file *file);
 /* Returns the value of an option, or NULL if the file has none. */
 const char *trainer_file_option(const struct trainer_file *file, const char *name);
 /* Appends the file to `text`. Does not use file->memory. */
-void trainer_file_write(const struct trainer_file *file, struct text *text);
+void trainer_file_write(const struct trainer_file *file, hstep_buffer *text);
 
 /* Reads a whole file of a checkpoint and adds a zero byte. The caller frees the text. Returns NULL with an error text
  * on failure. */

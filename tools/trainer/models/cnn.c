@@ -17,9 +17,9 @@
 #include <string.h>
 
 #include "common/text.h"
-#include "trainer/loops/conv.h"
-#include "trainer/loops/rows.h"
-#include "trainer/loops/team.h"
+#include "trainer/products/conv.h"
+#include "trainer/products/rows.h"
+#include "trainer/products/team.h"
 #include "trainer/models/llama.h"
 
 enum { SLICE = 32, CHUNK = 2, TILE = 64, SUM_TASKS = 8, MOST_THREADS = 1024 };

@@ -4,8 +4,8 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "trainer/loops/conv.h"
-#include "trainer/loops/rows.h"
+#include "trainer/products/conv.h"
+#include "trainer/products/rows.h"
 
 int cnn_config_check(struct cnn_config *c, char *error, size_t error_bytes)
 {

@@ -17,7 +17,7 @@
 #include "base/process/limits.h"
 
 #include "common/text.h"
-#include "trainer/loops/rows.h"
+#include "trainer/products/rows.h"
 
 enum { BLOCK = 128, ATTENTION_ROWS = 64, TILE = 64, COLUMNS = 64, MOST_THREADS = 1024 };
 

@@ -8,7 +8,7 @@
 #include <string.h>
 
 #include "common/text.h"
-#include "trainer/loops/rows.h"
+#include "trainer/products/rows.h"
 
 struct cache {
     float *keys, *values; /* [depth, context, width] */

@@ -2,8 +2,8 @@
 #ifndef HALFSTEP_LLAMA_INTERNAL_H
 #define HALFSTEP_LLAMA_INTERNAL_H
 
-#include "trainer/loops/rows.h"
-#include "trainer/loops/team.h"
+#include "trainer/products/rows.h"
+#include "trainer/products/team.h"
 #include "trainer/models/llama.h"
 
 /* Tensors of one layer, in the order of the tensor list. */

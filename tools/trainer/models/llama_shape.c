@@ -4,7 +4,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "trainer/loops/rows.h"
+#include "trainer/products/rows.h"
 #include "trainer/models/llama_internal.h"
 
 size_t lm_dtype_bytes(int dtype) { return dtype == LM_F32 ? 4 : 2; }

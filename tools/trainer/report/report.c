@@ -193,32 +193,33 @@ int report_judge(struct report *report)
     return failed;
 }
 
-void report_check_text(const struct report *report, const struct report_check *check, struct text *out)
+void report_check_text(const struct report *report, const struct report_check *check, hstep_buffer *out)
 {
     const char *wanted = check->relation == '>' ? "more than" : check->relation == '<' ? "less than" : "within";
     const char *reference = report->entry[report_reference(report, check->entry)].name;
-    text_add(out, "%s: ", report->entry[check->entry].name);
+    hstep_append_format(out, "%s: ", report->entry[check->entry].name);
     if (report->has_accuracies) {
-        if (!isfinite(check->value)) text_add(out, "diverged");
-        else if (check->relation == '~') text_add(out, "%+.3f %% to the accuracy of %s", check->value, reference);
-        else text_add(out, "test accuracy %.3f %%", check->value);
+        if (!isfinite(check->value)) hstep_append_format(out, "diverged");
+        else if (check->relation == '~')
+            hstep_append_format(out, "%+.3f %% to the accuracy of %s", check->value, reference);
+        else hstep_append_format(out, "test accuracy %.3f %%", check->value);
     } else if (isfinite(check->value))
-        text_add(out, "%.4f nat %s %s", fabs(check->value), check->value < 0 ? "below" : "above", reference);
-    else text_add(out, "no finite difference to %s", reference);
-    text_add(out, ", wanted %s %g%s", wanted, check->bound, check->relation == '~' ? " of it" : "");
+        hstep_append_format(out, "%.4f nat %s %s", fabs(check->value), check->value < 0 ? "below" : "above", reference);
+    else hstep_append_format(out, "no finite difference to %s", reference);
+    hstep_append_format(out, ", wanted %s %g%s", wanted, check->bound, check->relation == '~' ? " of it" : "");
 }
 
 /* ---- The summary
  * -------------------------------------------------------------------------------------------------- */
 
-static void list_separator(struct text *out, int position, int n)
+static void list_separator(hstep_buffer *out, int position, int n)
 {
-    if (position) text_add(out, position == n - 1 ? " and " : ", ");
+    if (position) hstep_append_format(out, position == n - 1 ? " and " : ", ");
 }
 
 /* Names the most accurate recipe of a group, the one with the lowest loss, and the first to reach the mark in all its
  * runs. */
-static void add_winners(const struct report *report, int group, const char *before, struct text *out)
+static void add_winners(const struct report *report, int group, const char *before, hstep_buffer *out)
 {
     struct report_row row[REPORT_MAX_ENTRIES];
     int accurate = -1, lowest = -1, fastest = -1, n = 0;
@@ -234,25 +235,26 @@ static void add_winners(const struct report *report, int group, const char *befo
         if (always && (fastest < 0 || row[i].reached.mean < row[fastest].reached.mean)) fastest = i;
     }
     if (n < 2) return;
-    text_add(out, "%s", before);
-    if (report->groups > 1) text_add(out, "With %s, ", report->group[group]);
+    hstep_append_text(out, before);
+    if (report->groups > 1) hstep_append_format(out, "With %s, ", report->group[group]);
     if (accurate < 0 || lowest < 0) {
-        text_add(out, "all runs diverged.");
+        hstep_append_format(out, "all runs diverged.");
         return;
     }
-    text_add(out, "%s is the most accurate, %.2f %%", report_label(report, accurate),
-             100 * row[accurate].accuracy.mean);
-    if (lowest == accurate) text_add(out, ", and ends with the lowest loss, %.4f", row[lowest].validation.mean);
+    hstep_append_format(out, "%s is the most accurate, %.2f %%", report_label(report, accurate),
+                        100 * row[accurate].accuracy.mean);
+    if (lowest == accurate)
+        hstep_append_format(out, ", and ends with the lowest loss, %.4f", row[lowest].validation.mean);
     else
-        text_add(out, "; %s ends with the lowest loss, %.4f", report_label(report, lowest),
-                 row[lowest].validation.mean);
+        hstep_append_format(out, "; %s ends with the lowest loss, %.4f", report_label(report, lowest),
+                            row[lowest].validation.mean);
     if (fastest >= 0)
-        text_add(out, "; %s is the first to reach %g %%, after %.3g epochs", report_label(report, fastest),
-                 100 * REPORT_MARK, row[fastest].reached.mean);
-    text_add(out, ".");
+        hstep_append_format(out, "; %s is the first to reach %g %%, after %.3g epochs", report_label(report, fastest),
+                            100 * REPORT_MARK, row[fastest].reached.mean);
+    hstep_append_format(out, ".");
 }
 
-void report_sentence(const struct report *report, struct text *out)
+void report_sentence(const struct report *report, hstep_buffer *out)
 {
     if (report->has_accuracies) {
         for (int g = 0; g < (report->groups > 1 ? report->groups : 1); g++) add_winners(report, g, g ? " " : "", out);
@@ -263,10 +265,10 @@ void report_sentence(const struct report *report, struct text *out)
     double widest = 0;
     for (int i = 0; i < report->entries; i++) report_row(report, i, &row[i]);
     if (report->entries > 1 && !row[0].validation.n && report_error(report, 0))
-        text_add(out, "The reference %s failed.", report->entry[0].name);
+        hstep_append_format(out, "The reference %s failed.", report->entry[0].name);
     if (report->entries < 2 || !row[0].validation.n) return;
     if (!isfinite(row[0].validation.mean)) {
-        text_add(out, "The reference %s diverged.", report->entry[0].name);
+        hstep_append_format(out, "The reference %s diverged.", report->entry[0].name);
         return;
     }
     for (int i = 1; i < report->entries; i++) {
@@ -277,27 +279,27 @@ void report_sentence(const struct report *report, struct text *out)
             widest = fmax(widest, fabs(difference));
             continue;
         }
-        text_add(out, "%s%s ", clauses++ ? "; " : "", report->entry[i].name);
-        if (!isfinite(difference)) text_add(out, "diverged");
+        hstep_append_format(out, "%s%s ", clauses++ ? "; " : "", report->entry[i].name);
+        if (!isfinite(difference)) hstep_append_format(out, "diverged");
         else
-            text_add(out, "ends %.2f nat %s %s", fabs(difference), difference > 0 ? "above" : "below",
-                     report->entry[0].name);
+            hstep_append_format(out, "ends %.2f nat %s %s", fabs(difference), difference > 0 ? "above" : "below",
+                                report->entry[0].name);
     }
     if (n_close) {
-        text_add(out, "%s", clauses++ ? "; " : "");
+        hstep_append_format(out, "%s", clauses++ ? "; " : "");
         for (int i = 0; i < n_close; i++) {
             list_separator(out, i, n_close);
-            text_add(out, "%s", report->entry[close[i]].name);
+            hstep_append_text(out, report->entry[close[i]].name);
         }
-        text_add(out, " %s within %.3f nat of %s, with ", n_close > 1 ? "end" : "ends",
-                 fmax(ceil(widest * 1000 - 1e-6) / 1000, 0.001), clauses > 1 ? "it" : report->entry[0].name);
+        hstep_append_format(out, " %s within %.3f nat of %s, with ", n_close > 1 ? "end" : "ends",
+                            fmax(ceil(widest * 1000 - 1e-6) / 1000, 0.001), clauses > 1 ? "it" : report->entry[0].name);
         for (int i = 0; i < n_close; i++) {
             list_separator(out, i, n_close);
-            text_add(out, "%.0f %%", 100 * row[close[i]].bytes / row[0].bytes);
+            hstep_append_format(out, "%.0f %%", 100 * row[close[i]].bytes / row[0].bytes);
         }
-        text_add(out, " of its bytes per parameter");
+        hstep_append_format(out, " of its bytes per parameter");
     }
-    if (clauses) text_add(out, ".");
+    if (clauses) hstep_append_format(out, ".");
 }
 
 /* ---- The table on a terminal ------------------------------------------------------------------------------------- */
@@ -377,13 +379,13 @@ static int characters(const char *text)
     return n;
 }
 
-static void add_cell(struct text *out, const char *cell, int width, int right)
+static void add_cell(hstep_buffer *out, const char *cell, int width, int right)
 {
     int pad = width - characters(cell);
-    text_add(out, "%*s%s%*s", right ? pad : 0, "", cell, right ? 0 : pad, "");
+    hstep_append_format(out, "%*s%s%*s", right ? pad : 0, "", cell, right ? 0 : pad, "");
 }
 
-void report_table(const struct report *report, struct text *out)
+void report_table(const struct report *report, hstep_buffer *out)
 {
     char cell[COLUMNS][96];
     int width[COLUMNS], group = -1;
@@ -397,19 +399,20 @@ void report_table(const struct report *report, struct text *out)
         if (i >= 0) make_cells(report, i, cell);
         if (i >= 0 && report->groups > 1 && report->entry[i].group != group) {
             group = report->entry[i].group;
-            text_add(out, "%s:\n", report->group[group]);
+            hstep_append_format(out, "%s:\n", report->group[group]);
         }
         for (int c = 0; c < COLUMNS; c++) {
             if (!width[c]) continue;
-            if (c) text_add(out, "  ");
+            if (c) hstep_append_format(out, "  ");
             add_cell(out, i < 0 ? heading(report, (enum column)c) : cell[c], width[c], c > GRADIENTS);
         }
-        while (out->n && out->data[out->n - 1] == ' ') out->data[--out->n] = 0;
-        text_add(out, "\n");
+        while (out->bytes && out->data[out->bytes - 1] == ' ') out->data[--out->bytes] = 0;
+        hstep_append_format(out, "\n");
     }
     if (report->seeds > 1)
-        text_add(out,
-                 "%d seeds: %s is mean ± standard deviation; the difference to the reference is taken seed by "
-                 "seed, mean ± standard error.\n",
-                 report->seeds, report_words(report)->short_loss);
+        hstep_append_format(
+            out,
+            "%d seeds: %s is mean ± standard deviation; the difference to the reference is taken seed by "
+            "seed, mean ± standard error.\n",
+            report->seeds, report_words(report)->short_loss);
 }

@@ -118,16 +118,16 @@ int report_parse_checks(const struct report *report, const char *text, struct re
 /* Evaluates all checks. Returns the number of those that failed. */
 int report_judge(struct report *report);
 /* Appends a sentence such as "adamw/bf16/bf16-sr: 1.1203 nat above adamw/f32/f32, wanted more than 0.3". */
-void report_check_text(const struct report *report, const struct report_check *check, struct text *out);
+void report_check_text(const struct report *report, const struct report_check *check, hstep_buffer *out);
 
 /* Appends a summary of the table in one sentence. Appends nothing before the reference and one other entry are done. */
-void report_sentence(const struct report *report, struct text *out);
-void report_table(const struct report *report, struct text *out);
-void report_runs_csv(const struct report *report, struct text *out);
-void report_history_csv(const struct report *report, struct text *out);
+void report_sentence(const struct report *report, hstep_buffer *out);
+void report_table(const struct report *report, hstep_buffer *out);
+void report_runs_csv(const struct report *report, hstep_buffer *out);
+void report_history_csv(const struct report *report, hstep_buffer *out);
 /* Builds a new document with the report. */
 void report_document(struct document *document, const struct report *report);
-void report_html(const struct report *report, struct text *out);
+void report_html(const struct report *report, hstep_buffer *out);
 
 int report_curve_add(struct report_curve *curve, double step, double loss); /* returns -1 if out of memory */
 void report_curve_free(struct report_curve *curve);

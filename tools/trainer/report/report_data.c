@@ -4,60 +4,61 @@
 
 #include "trainer/report/report.h"
 
-static void add_number(struct text *out, const char *format, double value)
+static void add_number(hstep_buffer *out, const char *format, double value)
 {
-    if (isfinite(value)) text_add(out, format, value);
-    else if (!isnan(value)) text_add(out, value > 0 ? "inf" : "-inf");
-    else text_add(out, "nan");
+    if (isfinite(value)) hstep_append_format(out, format, value);
+    else if (!isnan(value)) hstep_append_format(out, value > 0 ? "inf" : "-inf");
+    else hstep_append_format(out, "nan");
 }
 
-void report_runs_csv(const struct report *report, struct text *out)
+void report_runs_csv(const struct report *report, hstep_buffer *out)
 {
-    text_add(out,
-             "run,recipe,compute,gradients,seed,train_loss,val_loss,difference,tokens_per_s,seconds,skipped_steps,"
-             "weights_bytes_per_param,gradients_bytes_per_param,states_bytes_per_param,total_bytes_per_param,"
-             "weights_changed%s\n",
-             report->has_accuracies ? ",group,test_accuracy" : "");
+    hstep_append_format(
+        out,
+        "run,recipe,compute,gradients,seed,train_loss,val_loss,difference,tokens_per_s,seconds,skipped_steps,"
+        "weights_bytes_per_param,gradients_bytes_per_param,states_bytes_per_param,total_bytes_per_param,"
+        "weights_changed%s\n",
+        report->has_accuracies ? ",group,test_accuracy" : "");
     for (int i = 0; i < report->runs; i++) {
         const struct report_run *run = &report->run[i];
         if (!run->done) continue;
         const struct report_entry *entry = &report->entry[run->entry];
         const struct report_run *reference = report_find_run(report, report_reference(report, run->entry), run->seed);
         text_add_csv(out, entry->name);
-        text_add(out, ",%s,%s,%s,%llu,", entry->recipe, entry->compute, entry->gradients,
-                 (unsigned long long)run->seed);
+        hstep_append_format(out, ",%s,%s,%s,%llu,", entry->recipe, entry->compute, entry->gradients,
+                            (unsigned long long)run->seed);
         add_number(out, "%.9g", run->train_loss);
-        text_add(out, ",");
+        hstep_append_format(out, ",");
         add_number(out, "%.9g", run->validation_loss);
-        text_add(out, ",");
+        hstep_append_format(out, ",");
         if (reference) add_number(out, "%.9g", run->validation_loss - reference->validation_loss);
-        text_add(out, ",");
-        if (isfinite(run->tokens_per_s)) text_add(out, "%.1f", run->tokens_per_s);
-        text_add(out, ",%.3f,%llu,%.6g,%.6g,%.6g,%.6g,", run->seconds, (unsigned long long)run->skipped, run->weights,
-                 run->gradients, run->states, run->weights + run->gradients + run->states);
-        if (!isnan(run->changed)) text_add(out, "%.9g", run->changed);
+        hstep_append_format(out, ",");
+        if (isfinite(run->tokens_per_s)) hstep_append_format(out, "%.1f", run->tokens_per_s);
+        hstep_append_format(out, ",%.3f,%llu,%.6g,%.6g,%.6g,%.6g,", run->seconds, (unsigned long long)run->skipped,
+                            run->weights, run->gradients, run->states, run->weights + run->gradients + run->states);
+        if (!isnan(run->changed)) hstep_append_format(out, "%.9g", run->changed);
         if (report->has_accuracies) {
-            text_add(out, ",%s,", report->groups > 1 ? report->group[entry->group] : "");
+            hstep_append_format(out, ",%s,", report->groups > 1 ? report->group[entry->group] : "");
             add_number(out, "%.9g", run->accuracy);
         }
-        text_add(out, "\n");
+        hstep_append_format(out, "\n");
     }
 }
 
-static void add_history(struct text *out, const struct report_entry *entry, const struct report_run *run,
+static void add_history(hstep_buffer *out, const struct report_entry *entry, const struct report_run *run,
                         const char *kind, const struct report_curve *curve)
 {
     for (int i = 0; i < curve->n; i++) {
         text_add_csv(out, entry->name);
-        text_add(out, ",%llu,%s,%.0f,", (unsigned long long)run->seed, kind, curve->step[i]);
+        hstep_append_format(out, ",%llu,%s,%.0f,", (unsigned long long)run->seed, kind, curve->step[i]);
         add_number(out, "%.9g", curve->loss[i]);
-        text_add(out, "\n");
+        hstep_append_format(out, "\n");
     }
 }
 
-void report_history_csv(const struct report *report, struct text *out)
+void report_history_csv(const struct report *report, hstep_buffer *out)
 {
-    text_add(out, "run,seed,kind,step,loss\n");
+    hstep_append_format(out, "run,seed,kind,step,loss\n");
     for (int i = 0; i < report->runs; i++) {
         const struct report_run *run = &report->run[i];
         if (!run->done) continue;
@@ -124,7 +125,7 @@ static void put_check(struct document *d, json_t *in, const struct report *repor
 
 void report_document(struct document *d, const struct report *report)
 {
-    struct text sentence = {0};
+    hstep_buffer sentence = {0};
     json_t *object = document_begin(d);
     report_sentence(report, &sentence);
     put_text(d, object, "command", report->command);

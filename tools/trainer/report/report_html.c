@@ -72,14 +72,15 @@ static const char style[] =
     "@media print{main{max-width:none;padding:0}.chart,table{break-inside:avoid}}\n";
 
 /* Adds the style classes that the charts use. */
-static void add_classes(struct text *out)
+static void add_classes(hstep_buffer *out)
 {
     for (int i = 0; i < SVG_COLORS; i++)
-        text_add(
+        hstep_append_format(
             out,
             ".line.s%d{stroke:var(--s%d)}.band.s%d,.dot.s%d circle{fill:var(--s%d)}.dot.s%d .hit{fill:transparent}\n",
             i, i, i, i, i, i);
-    for (int i = 0; i < 3; i++) text_add(out, "rect.p%d,.key.p%d{fill:var(--p%d);background:var(--p%d)}\n", i, i, i, i);
+    for (int i = 0; i < 3; i++)
+        hstep_append_format(out, "rect.p%d,.key.p%d{fill:var(--p%d);background:var(--p%d)}\n", i, i, i, i);
 }
 
 /* ---- Curves ------------------------------------------------------------------------------------------------------ */
@@ -186,36 +187,36 @@ static enum svg_axis step_axis(const struct line *reference)
     return SVG_LINEAR;
 }
 
-static void add_legend(struct text *out, const struct report *report, int group, int from)
+static void add_legend(hstep_buffer *out, const struct report *report, int group, int from)
 {
-    text_add(out, "<div class=\"legend\">");
+    hstep_append_format(out, "<div class=\"legend\">");
     for (int i = 0; i < report->entries; i++) {
         int color = color_of(report, i);
         if (!in_group(report, i, group) || color < from) continue;
-        text_add(out, "<span>");
+        hstep_append_format(out, "<span>");
         svg_swatch(out, color, color == 0);
-        text_add(out, "<code>");
+        hstep_append_format(out, "<code>");
         text_add_html(out, report_label(report, i));
-        text_add(out, "</code>%s</span>\n", color ? "" : " (reference)");
+        hstep_append_format(out, "</code>%s</span>\n", color ? "" : " (reference)");
     }
-    text_add(out, "</div>\n");
+    hstep_append_format(out, "</div>\n");
 }
 
-static void make_title(struct text *out, const struct report *report, enum curve_kind kind, int group)
+static void make_title(hstep_buffer *out, const struct report *report, enum curve_kind kind, int group)
 {
     static const char *const title[CURVES] = {"training loss", NULL, NULL, "test error, 100 % − accuracy"};
     const char *group_is = group_name(report, group);
-    text_add(out, "%s%s%s%s", title[kind] ? title[kind] : report_words(report)->loss,
-             kind == DIFFERENCE ? ", difference to the reference" : "", group_is[0] ? ", " : "", group_is);
+    hstep_append_format(out, "%s%s%s%s", title[kind] ? title[kind] : report_words(report)->loss,
+                        kind == DIFFERENCE ? ", difference to the reference" : "", group_is[0] ? ", " : "", group_is);
     if (out->data && out->data[0] >= 'a' && out->data[0] <= 'z') out->data[0] = (char)(out->data[0] - 'a' + 'A');
 }
 
-static void add_curves(struct text *out, const struct report *report, enum curve_kind kind, int group,
+static void add_curves(hstep_buffer *out, const struct report *report, enum curve_kind kind, int group,
                        enum svg_axis x_axis)
 {
     struct line line[REPORT_MAX_ENTRIES];
     struct svg_series series[REPORT_MAX_ENTRIES];
-    struct text title = {0}, label = {0};
+    hstep_buffer title = {0}, label = {0};
     int window = window_of(report), n = 0, band = report->seeds > 1, bad = 0;
     memset(series, 0, sizeof series);
     for (int i = 0; i < report->entries; i++) {
@@ -239,23 +240,25 @@ static void add_curves(struct text *out, const struct report *report, enum curve
                                           .loose = !isfinite(row.validation.mean)};
     }
     make_title(&title, report, kind, group);
-    if (kind == DIFFERENCE) text_add(&label, "difference, nat");
-    else if (kind == ERROR) text_add(&label, "test error, %%");
-    else text_add(&label, "%s, nat", kind == TRAIN ? "training loss" : report_words(report)->loss);
+    if (kind == DIFFERENCE) hstep_append_format(&label, "difference, nat");
+    else if (kind == ERROR) hstep_append_format(&label, "test error, %%");
+    else hstep_append_format(&label, "%s, nat", kind == TRAIN ? "training loss" : report_words(report)->loss);
     if (bad) out->failed = 1;
     text_join_failure(out, &title);
     text_join_failure(out, &label);
     text_add_between(out, "<h2>", text_string(&title), "</h2>\n<p class=\"soft\">");
-    if (kind == TRAIN && window > 1) text_add(out, "Each point is the mean of the %d steps before it. ", window);
-    if (kind == TRAIN) text_add(out, "%s", report_words(report)->learning);
+    if (kind == TRAIN && window > 1)
+        hstep_append_format(out, "Each point is the mean of the %d steps before it. ", window);
+    if (kind == TRAIN) hstep_append_text(out, report_words(report)->learning);
     if (kind == DIFFERENCE)
-        text_add(out,
-                 "The scale is linear within ±0.01 nat and logarithmic beyond, so that small and large differences can "
+        hstep_append_format(
+            out, "The scale is linear within ±0.01 nat and logarithmic beyond, so that small and large differences can "
                  "both be read. ");
     if (band)
-        text_add(out, "Lines are means over %d seeds, bands reach from the lowest to the highest. ", report->seeds);
-    if (kind != TRAIN) text_add(out, "Hover over a point for its value.");
-    text_add(out, "</p>\n");
+        hstep_append_format(out, "Lines are means over %d seeds, bands reach from the lowest to the highest. ",
+                            report->seeds);
+    if (kind != TRAIN) hstep_append_format(out, "Hover over a point for its value.");
+    hstep_append_format(out, "</p>\n");
     add_legend(out, report, group, kind == DIFFERENCE);
     /* Losses and errors that fall by orders of magnitude within few points can only be told apart on a logarithmic
      * axis. */
@@ -270,9 +273,9 @@ static void add_curves(struct text *out, const struct report *report, enum curve
                               .height = kind == TRAIN ? 330 : 380,
                               .series = series,
                               .n = n};
-    text_add(out, "<div class=\"chart wide-box\">\n");
+    hstep_append_format(out, "<div class=\"chart wide-box\">\n");
     svg_line_chart(out, &chart);
-    text_add(out, "</div>\n");
+    hstep_append_format(out, "</div>\n");
     for (int i = 0; i < report->entries; i++) free(line[i].step);
     text_free(&title);
     text_free(&label);
@@ -280,101 +283,104 @@ static void add_curves(struct text *out, const struct report *report, enum curve
 
 /* ---- Table, memory, facts ---------------------------------------------------------------------------------------- */
 
-static void add_spread(struct text *out, int sign, double mean, double spread, int digits)
+static void add_spread(hstep_buffer *out, int sign, double mean, double spread, int digits)
 {
     if (!isfinite(mean)) {
-        text_add(out, "<span class=\"bad\">diverged</span>");
+        hstep_append_format(out, "<span class=\"bad\">diverged</span>");
         return;
     }
-    if (sign && mean) text_add(out, mean < 0 ? "−" : "+");
-    text_add(out, "%.*f", digits, sign ? fabs(mean) : mean);
-    if (isfinite(spread)) text_add(out, " <span class=\"soft\">± %.*f</span>", digits, spread);
+    if (sign && mean) hstep_append_format(out, mean < 0 ? "−" : "+");
+    hstep_append_format(out, "%.*f", digits, sign ? fabs(mean) : mean);
+    if (isfinite(spread)) hstep_append_format(out, " <span class=\"soft\">± %.*f</span>", digits, spread);
 }
 
-static void add_row(struct text *out, const struct report *report, int i)
+static void add_row(hstep_buffer *out, const struct report *report, int i)
 {
     const struct report_entry *entry = &report->entry[i];
     struct report_row row;
     int color = color_of(report, i);
     report_row(report, i, &row);
-    text_add(out, "<tr><td class=\"name\">");
+    hstep_append_format(out, "<tr><td class=\"name\">");
     svg_swatch(out, color, color == 0);
-    text_add(out, " <code>");
+    hstep_append_format(out, " <code>");
     text_add_html(out, report_label(report, i));
-    text_add(out, "</code></td><td class=\"name\">%s</td><td class=\"name\">%s</td><td>", entry->compute,
-             entry->gradients);
+    hstep_append_format(out, "</code></td><td class=\"name\">%s</td><td class=\"name\">%s</td><td>", entry->compute,
+                        entry->gradients);
     if (!row.validation.n) {
-        text_add(out, "%s%s</td><td>–</td><td>–</td><td>–</td><td>–</td><td>–</td>%s</tr>\n",
-                 report->has_accuracies ? "–</td><td>" : "",
-                 report_error(report, i) ? "<span class=\"bad\">failed</span>" : "–",
-                 report->has_accuracies ? "<td>–</td>" : "");
+        hstep_append_format(out, "%s%s</td><td>–</td><td>–</td><td>–</td><td>–</td><td>–</td>%s</tr>\n",
+                            report->has_accuracies ? "–</td><td>" : "",
+                            report_error(report, i) ? "<span class=\"bad\">failed</span>" : "–",
+                            report->has_accuracies ? "<td>–</td>" : "");
         return;
     }
     if (report->has_accuracies) {
         add_spread(out, 0, 100 * row.accuracy.mean, 100 * row.accuracy.deviation, 3);
-        text_add(out, "</td><td>");
+        hstep_append_format(out, "</td><td>");
     }
     add_spread(out, 0, row.validation.mean, row.validation.deviation, 4);
-    text_add(out, "</td><td>");
-    if (color == 0) text_add(out, "reference");
+    hstep_append_format(out, "</td><td>");
+    if (color == 0) hstep_append_format(out, "reference");
     else if (row.difference.n)
         add_spread(out, 1, row.difference.mean, row.difference.deviation / sqrt(row.difference.n), 4);
-    else text_add(out, "–");
+    else hstep_append_format(out, "–");
     if (report->has_accuracies) {
-        text_add(out, "</td><td>");
-        if (row.reached.n == row.validation.n) text_add(out, "%.3g", row.reached.mean);
-        else text_add(out, "–");
+        hstep_append_format(out, "</td><td>");
+        if (row.reached.n == row.validation.n) hstep_append_format(out, "%.3g", row.reached.mean);
+        else hstep_append_format(out, "–");
     }
-    text_add(out, "</td><td>%.3f</td><td>", row.bytes);
+    hstep_append_format(out, "</td><td>%.3f</td><td>", row.bytes);
     if (row.tokens_per_s.n) text_add_count(out, row.tokens_per_s.mean);
-    else text_add(out, "–");
-    text_add(out, "</td><td>");
-    if (row.changed.n) text_add(out, "%.2f", 100 * row.changed.mean);
-    else text_add(out, "–");
-    text_add(out, "</td><td>%llu</td></tr>\n", (unsigned long long)row.skipped);
+    else hstep_append_format(out, "–");
+    hstep_append_format(out, "</td><td>");
+    if (row.changed.n) hstep_append_format(out, "%.2f", 100 * row.changed.mean);
+    else hstep_append_format(out, "–");
+    hstep_append_format(out, "</td><td>%llu</td></tr>\n", (unsigned long long)row.skipped);
 }
 
-static void add_table(struct text *out, const struct report *report)
+static void add_table(hstep_buffer *out, const struct report *report)
 {
     int group = -1, columns = report->has_accuracies ? 11 : 9;
-    text_add(out,
-             "<h2>Results</h2>\n<div class=\"wide-box\"><table>\n<thead><tr><th class=\"name\">recipe</th>"
-             "<th class=\"name\">compute</th><th class=\"name\">gradients</th>%s<th>%s,<br>nat</th>"
-             "<th>difference,<br>nat</th>%s<th>bytes per<br>parameter</th><th>%s</th><th>weights<br>changed, %%</th>"
-             "<th>skipped<br>steps</th></tr></thead>\n<tbody>\n",
-             report->has_accuracies ? "<th>accuracy,<br>%</th>" : "", report_words(report)->short_loss,
-             report->has_accuracies ? "<th>epochs<br>to 99 %</th>" : "", report_words(report)->speed);
+    hstep_append_format(
+        out,
+        "<h2>Results</h2>\n<div class=\"wide-box\"><table>\n<thead><tr><th class=\"name\">recipe</th>"
+        "<th class=\"name\">compute</th><th class=\"name\">gradients</th>%s<th>%s,<br>nat</th>"
+        "<th>difference,<br>nat</th>%s<th>bytes per<br>parameter</th><th>%s</th><th>weights<br>changed, %%</th>"
+        "<th>skipped<br>steps</th></tr></thead>\n<tbody>\n",
+        report->has_accuracies ? "<th>accuracy,<br>%</th>" : "", report_words(report)->short_loss,
+        report->has_accuracies ? "<th>epochs<br>to 99 %</th>" : "", report_words(report)->speed);
     for (int i = 0; i < report->entries; i++) {
         if (report->groups > 1 && report->entry[i].group != group) {
             group = report->entry[i].group;
-            text_add(out, "<tr><th class=\"name\" colspan=\"%d\">", columns);
+            hstep_append_format(out, "<tr><th class=\"name\" colspan=\"%d\">", columns);
             text_add_html(out, group_name(report, group));
-            text_add(out, "</th></tr>\n");
+            hstep_append_format(out, "</th></tr>\n");
         }
         add_row(out, report, i);
     }
-    text_add(out, "</tbody></table></div>\n<p class=\"soft note\">");
-    text_add(out,
-             "Matrix products run in %s for every recipe, so that only the storage of weights, gradients and states "
-             "differs. ",
-             report->entry[0].compute);
-    text_add(
+    hstep_append_format(out, "</tbody></table></div>\n<p class=\"soft note\">");
+    hstep_append_format(
+        out,
+        "Matrix products run in %s for every recipe, so that only the storage of weights, gradients and states "
+        "differs. ",
+        report->entry[0].compute);
+    hstep_append_format(
         out,
         "Bytes per parameter are those held during training. Weights changed: the share of all weights whose stored "
         "bits differ from the start. ");
     if (report->has_accuracies)
-        text_add(
+        hstep_append_format(
             out,
             "Epochs to 99 %%: the first test with that accuracy, mean over the seeds, if all of them reached it. ");
     if (report->seeds > 1)
-        text_add(out,
-                 "%c%s is the mean over %d seeds ± standard deviation; the difference to the reference is taken "
-                 "seed by seed, mean ± standard error.",
-                 report_words(report)->loss[0] - 'a' + 'A', report_words(report)->loss + 1, report->seeds);
-    text_add(out, "</p>\n");
+        hstep_append_format(
+            out,
+            "%c%s is the mean over %d seeds ± standard deviation; the difference to the reference is taken "
+            "seed by seed, mean ± standard error.",
+            report_words(report)->loss[0] - 'a' + 'A', report_words(report)->loss + 1, report->seeds);
+    hstep_append_format(out, "</p>\n");
 }
 
-static void add_memory(struct text *out, const struct report *report)
+static void add_memory(hstep_buffer *out, const struct report *report)
 {
     static const char *const part[] = {"weights", "gradients", "states"};
     struct svg_bar bar[REPORT_MAX_ENTRIES];
@@ -392,67 +398,67 @@ static void add_memory(struct text *out, const struct report *report)
         bar[n] = (struct svg_bar){report_label(report, i), parts[n]};
         n++;
     }
-    text_add(
+    hstep_append_format(
         out,
         "<h2>Memory</h2>\n<p class=\"soft\">Bytes per parameter, as held during training.</p>\n<div class=\"legend\">");
-    for (int p = 0; p < 3; p++) text_add(out, "<span><span class=\"key p%d\"></span>%s</span>", p, part[p]);
-    text_add(out, "</div>\n<div class=\"chart wide-box\">\n");
+    for (int p = 0; p < 3; p++) hstep_append_format(out, "<span><span class=\"key p%d\"></span>%s</span>", p, part[p]);
+    hstep_append_format(out, "</div>\n<div class=\"chart wide-box\">\n");
     svg_bar_chart(out, "Bytes per parameter", bar, n, part, 3, "B/param");
-    text_add(out, "</div>\n");
+    hstep_append_format(out, "</div>\n");
 }
 
-static void add_facts(struct text *out, const char *title, const struct report_pair *pair, int n)
+static void add_facts(hstep_buffer *out, const char *title, const struct report_pair *pair, int n)
 {
-    text_add(out, "<section><h2>%s</h2>\n<table class=\"facts\"><tbody>\n", title);
+    hstep_append_format(out, "<section><h2>%s</h2>\n<table class=\"facts\"><tbody>\n", title);
     for (int i = 0; i < n; i++) {
         text_add_between(out, "<tr><td>", pair[i].name, "</td><td>");
         text_add_html(out, pair[i].value);
-        text_add(out, "</td></tr>\n");
+        hstep_append_format(out, "</td></tr>\n");
     }
-    text_add(out, "</tbody></table></section>\n");
+    hstep_append_format(out, "</tbody></table></section>\n");
 }
 
-static void add_checks(struct text *out, const struct report *report)
+static void add_checks(hstep_buffer *out, const struct report *report)
 {
-    text_add(out, "<ul class=\"checks\">\n");
+    hstep_append_format(out, "<ul class=\"checks\">\n");
     for (int i = 0; i < report->checks; i++) {
-        struct text line = {0};
+        hstep_buffer line = {0};
         report_check_text(report, &report->check[i], &line);
-        text_add(out, "<li><span class=\"%s\">%s</span> ", report->check[i].passed ? "good" : "bad",
-                 report->check[i].passed ? "✓ holds" : "✗ fails");
+        hstep_append_format(out, "<li><span class=\"%s\">%s</span> ", report->check[i].passed ? "good" : "bad",
+                            report->check[i].passed ? "✓ holds" : "✗ fails");
         text_add_html(out, text_string(&line));
-        text_add(out, "</li>\n");
+        hstep_append_format(out, "</li>\n");
         text_join_failure(out, &line);
         text_free(&line);
     }
-    text_add(out, "</ul>\n");
+    hstep_append_format(out, "</ul>\n");
 }
 
-void report_html(const struct report *report, struct text *out)
+void report_html(const struct report *report, hstep_buffer *out)
 {
-    struct text sentence = {0};
+    hstep_buffer sentence = {0};
     struct line reference;
     int done = report_done(report);
     report_sentence(report, &sentence);
     text_join_failure(out, &sentence);
-    text_add(out, "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n"
-                  "<meta name=\"viewport\" content=\"width=device-width,initial-scale=1\">\n<title>");
+    hstep_append_format(out, "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n"
+                             "<meta name=\"viewport\" content=\"width=device-width,initial-scale=1\">\n<title>");
     text_add_html(out, report->title);
-    text_add(out, "</title>\n<style>\n%s", style);
+    hstep_append_format(out, "</title>\n<style>\n%s", style);
     add_classes(out);
     text_add_between(out, "</style>\n</head>\n<body>\n<main>\n<h1>", report->title, "</h1>\n<p class=\"soft\">");
     text_add_html(out, report->subtitle);
-    text_add(out, "</p>\n");
+    hstep_append_format(out, "</p>\n");
     if (done < report->runs)
-        text_add(out, "<p class=\"bad\">Incomplete: %d of %d runs are done.</p>\n", done, report->runs);
+        hstep_append_format(out, "<p class=\"bad\">Incomplete: %d of %d runs are done.</p>\n", done, report->runs);
     for (int i = 0; i < report->runs; i++) {
         const struct report_run *run = &report->run[i];
         if (!run->error) continue;
         text_add_between(out, "<p class=\"bad\">", report->entry[run->entry].name, "");
-        text_add(out, ", seed %llu, failed: ", (unsigned long long)run->seed);
+        hstep_append_format(out, ", seed %llu, failed: ", (unsigned long long)run->seed);
         text_add_between(out, "", run->error, "</p>\n");
     }
-    if (sentence.n) {
+    if (sentence.bytes) {
         text_add_between(out, "<p class=\"lead\">", sentence.data, "</p>\n");
     }
     if (report->checks && done == report->runs) add_checks(out, report);
@@ -469,7 +475,7 @@ void report_html(const struct report *report, struct text *out)
         }
         add_memory(out, report);
     }
-    text_add(out, "<div class=\"columns\">\n");
+    hstep_append_format(out, "<div class=\"columns\">\n");
     add_facts(out, "Configuration", report->configuration, report->configurations);
     add_facts(out, "Machine", report->machine, report->machines);
     text_add_between(out, "</div>\n<h2>Command</h2>\n<pre>", report->command, "</pre>\n</main>\n</body>\n</html>\n");

@@ -153,7 +153,7 @@ static void find_range(const struct svg_chart *chart, double range[4])
     }
 }
 
-static void draw_axes(struct text *out, const struct svg_chart *chart, const struct axis *x, const struct axis *y)
+static void draw_axes(hstep_buffer *out, const struct svg_chart *chart, const struct axis *x, const struct axis *y)
 {
     char label[64];
     double step = y->kind == SVG_LINEAR && y->ticks > 1 ? y->tick[1] - y->tick[0] : 0;
@@ -161,31 +161,33 @@ static void draw_axes(struct text *out, const struct svg_chart *chart, const str
         double at = place(y, y->tick[i]);
         number(label, sizeof label, y->tick[i], step);
         const char *sign = y->kind == SVG_ASINH && y->tick[i] > 0 ? "+" : "";
-        text_add(out, "<line class=\"%s\" x1=\"%d\" x2=\"%d\" y1=\"%.1f\" y2=\"%.1f\"/>",
-                 y->kind == SVG_ASINH && y->tick[i] == 0 ? "zero" : "grid", LEFT, WIDTH - RIGHT, at, at);
-        text_add(out, "<text x=\"%d\" y=\"%.1f\" text-anchor=\"end\">%s%s</text>\n", LEFT - 8, at + 4, sign, label);
+        hstep_append_format(out, "<line class=\"%s\" x1=\"%d\" x2=\"%d\" y1=\"%.1f\" y2=\"%.1f\"/>",
+                            y->kind == SVG_ASINH && y->tick[i] == 0 ? "zero" : "grid", LEFT, WIDTH - RIGHT, at, at);
+        hstep_append_format(out, "<text x=\"%d\" y=\"%.1f\" text-anchor=\"end\">%s%s</text>\n", LEFT - 8, at + 4, sign,
+                            label);
     }
     step = x->kind == SVG_LINEAR && x->ticks > 1 ? x->tick[1] - x->tick[0] : 0;
     for (int i = 0; i < x->ticks; i++) {
         double at = place(x, x->tick[i]);
         number(label, sizeof label, x->tick[i], step);
-        text_add(out, "<line class=\"tick\" x1=\"%.1f\" x2=\"%.1f\" y1=\"%.1f\" y2=\"%.1f\"/>", at, at, y->from,
-                 y->from + 5);
-        text_add(out, "<text x=\"%.1f\" y=\"%.1f\" text-anchor=\"middle\">%s</text>\n", at, y->from + 19, label);
+        hstep_append_format(out, "<line class=\"tick\" x1=\"%.1f\" x2=\"%.1f\" y1=\"%.1f\" y2=\"%.1f\"/>", at, at,
+                            y->from, y->from + 5);
+        hstep_append_format(out, "<text x=\"%.1f\" y=\"%.1f\" text-anchor=\"middle\">%s</text>\n", at, y->from + 19,
+                            label);
     }
-    text_add(out, "<line class=\"tick\" x1=\"%d\" x2=\"%d\" y1=\"%.1f\" y2=\"%.1f\"/>", LEFT, WIDTH - RIGHT, y->from,
-             y->from);
-    text_add(out, "<text class=\"axis\" x=\"%d\" y=\"%d\" text-anchor=\"middle\">", (LEFT + WIDTH - RIGHT) / 2,
-             chart->height - 6);
+    hstep_append_format(out, "<line class=\"tick\" x1=\"%d\" x2=\"%d\" y1=\"%.1f\" y2=\"%.1f\"/>", LEFT, WIDTH - RIGHT,
+                        y->from, y->from);
+    hstep_append_format(out, "<text class=\"axis\" x=\"%d\" y=\"%d\" text-anchor=\"middle\">",
+                        (LEFT + WIDTH - RIGHT) / 2, chart->height - 6);
     text_add_html(out, chart->x_label);
-    text_add(out,
-             "%s</text>\n<text class=\"axis\" transform=\"translate(13 %.1f) rotate(-90)\" text-anchor=\"middle\">",
-             x->kind == SVG_LOG ? " (logarithmic)" : "", (y->from + y->to) / 2);
+    hstep_append_format(
+        out, "%s</text>\n<text class=\"axis\" transform=\"translate(13 %.1f) rotate(-90)\" text-anchor=\"middle\">",
+        x->kind == SVG_LOG ? " (logarithmic)" : "", (y->from + y->to) / 2);
     text_add_html(out, chart->y_label);
-    text_add(out, "%s</text>\n", y->kind == SVG_LOG ? " (logarithmic)" : "");
+    hstep_append_format(out, "%s</text>\n", y->kind == SVG_LOG ? " (logarithmic)" : "");
 }
 
-static void draw_band(struct text *out, const struct svg_chart *chart, const struct svg_series *series,
+static void draw_band(hstep_buffer *out, const struct svg_chart *chart, const struct svg_series *series,
                       const struct axis *x, const struct axis *y)
 {
     if (!series->low || !series->high) return;
@@ -195,12 +197,13 @@ static void draw_band(struct text *out, const struct svg_chart *chart, const str
                drawable(chart, series->x[end], series->high[end]))
             end++;
         if (end - i > 1) {
-            text_add(out, "<path class=\"band s%d\" d=\"", series->color % SVG_COLORS);
+            hstep_append_format(out, "<path class=\"band s%d\" d=\"", series->color % SVG_COLORS);
             for (int k = i; k < end; k++)
-                text_add(out, "%s%.1f %.1f", k == i ? "M" : "L", place(x, series->x[k]), place(y, series->high[k]));
+                hstep_append_format(out, "%s%.1f %.1f", k == i ? "M" : "L", place(x, series->x[k]),
+                                    place(y, series->high[k]));
             for (int k = end - 1; k >= i; k--)
-                text_add(out, "L%.1f %.1f", place(x, series->x[k]), place(y, series->low[k]));
-            text_add(out, "Z\"/>\n");
+                hstep_append_format(out, "L%.1f %.1f", place(x, series->x[k]), place(y, series->low[k]));
+            hstep_append_format(out, "Z\"/>\n");
         }
         i = end > i ? end : i + 1;
     }
@@ -212,40 +215,42 @@ static const char *dashes(int color)
     return pattern[color / SVG_COLORS % 3];
 }
 
-static void draw_line(struct text *out, const struct svg_chart *chart, const struct svg_series *series,
+static void draw_line(hstep_buffer *out, const struct svg_chart *chart, const struct svg_series *series,
                       const struct axis *x, const struct axis *y)
 {
     int open = 0;
-    text_add(out, "<path class=\"line%s s%d\"%s d=\"", series->wide ? " wide" : "", series->color % SVG_COLORS,
-             dashes(series->color));
+    hstep_append_format(out, "<path class=\"line%s s%d\"%s d=\"", series->wide ? " wide" : "",
+                        series->color % SVG_COLORS, dashes(series->color));
     for (int i = 0; i < series->n; i++) {
         int good = drawable(chart, series->x[i], series->y[i]);
-        if (good) text_add(out, "%s%.1f %.2f", open ? "L" : "M", place(x, series->x[i]), place(y, series->y[i]));
+        if (good)
+            hstep_append_format(out, "%s%.1f %.2f", open ? "L" : "M", place(x, series->x[i]), place(y, series->y[i]));
         open = good;
     }
     text_add_between(out, "\"><title>", series->name, "</title></path>\n");
 }
 
 /* Draws dots if there are few points. A larger invisible disc around each point makes it easier to hit. */
-static void draw_markers(struct text *out, const struct svg_chart *chart, const struct svg_series *series,
+static void draw_markers(hstep_buffer *out, const struct svg_chart *chart, const struct svg_series *series,
                          const struct axis *x, const struct axis *y)
 {
     for (int i = 0; i < series->n; i++) {
         if (!drawable(chart, series->x[i], series->y[i])) continue;
         double cx = place(x, series->x[i]), cy = place(y, series->y[i]);
-        text_add(out, "<g class=\"dot s%d\">", series->color % SVG_COLORS);
+        hstep_append_format(out, "<g class=\"dot s%d\">", series->color % SVG_COLORS);
         if (series->n <= 60)
-            text_add(out, "<circle cx=\"%.1f\" cy=\"%.2f\" r=\"%s\"/>", cx, cy, series->wide ? "4.5" : "2.6");
-        text_add(out, "<circle class=\"hit\" cx=\"%.1f\" cy=\"%.2f\" r=\"8\"/><title>", cx, cy);
+            hstep_append_format(out, "<circle cx=\"%.1f\" cy=\"%.2f\" r=\"%s\"/>", cx, cy,
+                                series->wide ? "4.5" : "2.6");
+        hstep_append_format(out, "<circle class=\"hit\" cx=\"%.1f\" cy=\"%.2f\" r=\"8\"/><title>", cx, cy);
         text_add_html(out, series->name);
-        text_add(out, "\n%.0f: ", series->x[i]);
-        text_add(out, chart->y_axis == SVG_ASINH ? "%+.4f" : "%.4f", series->y[i]);
-        if (series->low && series->high) text_add(out, " (%.4f to %.4f)", series->low[i], series->high[i]);
-        text_add(out, "</title></g>\n");
+        hstep_append_format(out, "\n%.0f: ", series->x[i]);
+        hstep_append_format(out, chart->y_axis == SVG_ASINH ? "%+.4f" : "%.4f", series->y[i]);
+        if (series->low && series->high) hstep_append_format(out, " (%.4f to %.4f)", series->low[i], series->high[i]);
+        hstep_append_format(out, "</title></g>\n");
     }
 }
 
-void svg_line_chart(struct text *out, const struct svg_chart *chart)
+void svg_line_chart(hstep_buffer *out, const struct svg_chart *chart)
 {
     double range[4];
     find_range(chart, range);
@@ -255,12 +260,13 @@ void svg_line_chart(struct text *out, const struct svg_chart *chart)
     double margin = chart->y_axis == SVG_LINEAR ? 0.04 * (range[3] - range[2]) : 0;
     set_axis(&y, range[2] - margin, range[3] + margin, 6);
 
-    text_add(out, "<svg viewBox=\"0 0 %d %d\" role=\"img\" aria-label=\"", WIDTH, chart->height);
+    hstep_append_format(out, "<svg viewBox=\"0 0 %d %d\" role=\"img\" aria-label=\"", WIDTH, chart->height);
     text_add_html(out, chart->title);
-    text_add(out, "\">\n<clipPath id=\"plot%d\"><rect x=\"%d\" y=\"%d\" width=\"%d\" height=\"%d\"/></clipPath>\n",
-             chart->id, LEFT, TOP - 4, WIDTH - LEFT - RIGHT + 4, chart->height - TOP - BOTTOM + 8);
+    hstep_append_format(
+        out, "\">\n<clipPath id=\"plot%d\"><rect x=\"%d\" y=\"%d\" width=\"%d\" height=\"%d\"/></clipPath>\n",
+        chart->id, LEFT, TOP - 4, WIDTH - LEFT - RIGHT + 4, chart->height - TOP - BOTTOM + 8);
     draw_axes(out, chart, &x, &y);
-    text_add(out, "<g clip-path=\"url(#plot%d)\">\n", chart->id);
+    hstep_append_format(out, "<g clip-path=\"url(#plot%d)\">\n", chart->id);
     for (int wide = 1; wide >= 0; wide--)
         for (int i = 0; i < chart->n; i++)
             if (chart->series[i].wide == wide) draw_band(out, chart, &chart->series[i], &x, &y);
@@ -271,18 +277,19 @@ void svg_line_chart(struct text *out, const struct svg_chart *chart)
         for (int i = 0; i < chart->n; i++)
             if (chart->series[i].wide == wide && chart->series[i].markers)
                 draw_markers(out, chart, &chart->series[i], &x, &y);
-    text_add(out, "</g>\n</svg>\n");
+    hstep_append_format(out, "</g>\n</svg>\n");
 }
 
-void svg_swatch(struct text *out, int color, int wide)
+void svg_swatch(hstep_buffer *out, int color, int wide)
 {
-    text_add(out,
-             "<svg class=\"swatch\" viewBox=\"0 0 28 10\" aria-hidden=\"true\"><path class=\"line%s s%d\"%s d=\"M2 "
-             "5H26\"/></svg>",
-             wide ? " wide" : "", color % SVG_COLORS, dashes(color));
+    hstep_append_format(
+        out,
+        "<svg class=\"swatch\" viewBox=\"0 0 28 10\" aria-hidden=\"true\"><path class=\"line%s s%d\"%s d=\"M2 "
+        "5H26\"/></svg>",
+        wide ? " wide" : "", color % SVG_COLORS, dashes(color));
 }
 
-void svg_bar_chart(struct text *out, const char *title, const struct svg_bar *bars, int n,
+void svg_bar_chart(hstep_buffer *out, const char *title, const struct svg_bar *bars, int n,
                    const char *const *part_names, int n_parts, const char *unit)
 {
     enum { ROW = 32, BAR = 20, LETTER = 8 };
@@ -298,29 +305,31 @@ void svg_bar_chart(struct text *out, const char *title, const struct svg_bar *ba
     if (!(most > 0)) most = 1;
     double left = 12 + LETTER * (double)longest, right = WIDTH - 70, height = n * ROW + 4;
     if (left > WIDTH / 2) left = WIDTH / 2;
-    text_add(out, "<svg viewBox=\"0 0 %d %.0f\" role=\"img\" aria-label=\"", WIDTH, height);
+    hstep_append_format(out, "<svg viewBox=\"0 0 %d %.0f\" role=\"img\" aria-label=\"", WIDTH, height);
     text_add_html(out, title);
-    text_add(out, "\">\n");
+    hstep_append_format(out, "\">\n");
     for (int i = 0; i < n; i++) {
         double top = i * ROW + (ROW - BAR) / 2.0, at = left, total = 0;
-        text_add(out, "<text class=\"code\" x=\"0\" y=\"%.1f\">", top + BAR - 5.5);
+        hstep_append_format(out, "<text class=\"code\" x=\"0\" y=\"%.1f\">", top + BAR - 5.5);
         text_add_html(out, bars[i].name);
-        text_add(out, "</text>");
+        hstep_append_format(out, "</text>");
         for (int p = 0; p < n_parts; p++) {
             double width = (right - left) * bars[i].parts[p] / most;
             total += bars[i].parts[p];
             if (width <= 0) continue;
-            text_add(out, "<g><rect class=\"p%d\" x=\"%.1f\" y=\"%.1f\" width=\"%.1f\" height=\"%d\"/>", p, at, top,
-                     fmax(width - 1.5, 0.5), BAR);
+            hstep_append_format(out, "<g><rect class=\"p%d\" x=\"%.1f\" y=\"%.1f\" width=\"%.1f\" height=\"%d\"/>", p,
+                                at, top, fmax(width - 1.5, 0.5), BAR);
             if (width > 44)
-                text_add(out, "<text class=\"inside\" x=\"%.1f\" y=\"%.1f\" text-anchor=\"middle\">%.4g</text>",
-                         at + width / 2, top + BAR - 5.5, bars[i].parts[p]);
-            text_add(out, "<title>");
+                hstep_append_format(out,
+                                    "<text class=\"inside\" x=\"%.1f\" y=\"%.1f\" text-anchor=\"middle\">%.4g</text>",
+                                    at + width / 2, top + BAR - 5.5, bars[i].parts[p]);
+            hstep_append_format(out, "<title>");
             text_add_html(out, bars[i].name);
-            text_add(out, "\n%s: %.4g %s</title></g>", part_names[p], bars[i].parts[p], unit);
+            hstep_append_format(out, "\n%s: %.4g %s</title></g>", part_names[p], bars[i].parts[p], unit);
             at += width;
         }
-        text_add(out, "<text class=\"total\" x=\"%.1f\" y=\"%.1f\">%.4g</text>\n", at + 6, top + BAR - 5.5, total);
+        hstep_append_format(out, "<text class=\"total\" x=\"%.1f\" y=\"%.1f\">%.4g</text>\n", at + 6, top + BAR - 5.5,
+                            total);
     }
-    text_add(out, "</svg>\n");
+    hstep_append_format(out, "</svg>\n");
 }

@@ -36,10 +36,10 @@ struct svg_chart {
     int n;
 };
 
-void svg_line_chart(struct text *out, const struct svg_chart *chart);
+void svg_line_chart(hstep_buffer *out, const struct svg_chart *chart);
 
 /* Appends a sample of a line for a legend. */
-void svg_swatch(struct text *out, int color, int wide);
+void svg_swatch(hstep_buffer *out, int color, int wide);
 
 struct svg_bar {
     const char *name;
@@ -47,7 +47,7 @@ struct svg_bar {
 };
 
 /* Hover texts show part_names and, after each number, `unit`. */
-void svg_bar_chart(struct text *out, const char *title, const struct svg_bar *bars, int n,
+void svg_bar_chart(hstep_buffer *out, const char *title, const struct svg_bar *bars, int n,
                    const char *const *part_names, int n_parts, const char *unit);
 
 #endif
