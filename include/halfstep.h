@@ -597,14 +597,35 @@ HALFSTEP_API int halfstep_recipe_full(const char *recipe, char *text, size_t siz
  * coarse for a state of its rule. Writes "" if nothing is known. 256 bytes are enough for any. Errors as above. */
 HALFSTEP_API int halfstep_recipe_caveat(const char *recipe, char *text, size_t size);
 
-/* Computes the bytes that one tensor takes under a recipe, before any optimizer exists. It assumes the rule's default
- * hyper-parameters (sgd without momentum). Any out pointer may be NULL. */
+/* What tensors take, before any optimizer exists. Numbers are bytes unless they say otherwise. */
+typedef struct halfstep_forecast {
+    uint32_t struct_size;       /* set by the caller: sizeof(halfstep_forecast) */
+    int32_t without_weights;    /* set by the caller. 1: storage keeps no weights */
+    uint64_t piece_bytes;       /* set by the caller: states of a tensor that need more are cut in storage; 0: 16 MiB */
+    uint64_t tensors, elements; /* their numbers */
+    uint64_t weights, gradients, weight_extras, states; /* as halfstep_memory() counts them before the states exist */
+    uint64_t workspace;         /* for matrices on the processor, which halfstep_memory() then counts with the states */
+    uint64_t largest_gradient;  /* of one tensor */
+    uint64_t largest_states;    /* of one tensor, with the extra stream of its weight */
+    /* With states in storage, such as a file (halfstep_store_create()): */
+    uint64_t pieces;            /* their number */
+    uint64_t stored;            /* all pieces, each in whole pages of 4096 bytes. A file has them twice, with its header
+                                   and records */
+    uint64_t largest_piece;     /* in pages, too */
+    uint64_t memory;            /* of pieces on their way, if no more is allowed: in place of states and extras */
+    uint64_t read, written;     /* in each step with all gradients, as if no piece stayed in memory */
+} halfstep_forecast;
+
+/* Adds `count` equal tensors under a recipe to a forecast, which begins as zeros beside what the caller sets. Its
+ * tensors may differ in everything. The tensor is described as for halfstep_add_tensor(), which would refuse the same.
+ * Its group, name and id do not count. Assumes the rule's default hyper-parameters (sgd without momentum). Errors: as
+ * for that function and for the recipe; RANGE for a count below 1, 2^31 tensors or 2^57 elements. */
+HALFSTEP_API int halfstep_forecast_tensors(halfstep_forecast *forecast, const char *recipe,
+                                           const halfstep_tensor *tensor, int32_t count);
+/* Gives three numbers of the forecast of one tensor, which may be empty: weights, weight_extras and states. Any out
+ * pointer may be NULL. */
 HALFSTEP_API int halfstep_recipe_bytes(const char *recipe, int32_t ndim, int64_t rows, int64_t row_length,
                                        uint64_t *weight, uint64_t *weight_extra, uint64_t *states);
-/* Does the same for a tensor by its ndim, may_be_empty, rows, row_length, matrix_rows and split. Its other fields do
- * not count. */
-HALFSTEP_API int halfstep_tensor_bytes(const char *recipe, const halfstep_tensor *tensor, uint64_t *weight,
-                                       uint64_t *weight_extra, uint64_t *states);
 
 /* ---- Threads and instruction sets -----------------------------------------------------------------------------------
  * */

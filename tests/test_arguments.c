@@ -185,10 +185,12 @@ static void test_null_pointers(void)
         REFUSED(halfstep_recipe_bytes(NULL, 2, 1, 1, &count, &count, &count));
         EXPECT(halfstep_recipe_bytes("adamw", 2, 1, 1, NULL, NULL, NULL), OK);
         halfstep_tensor sized = {.struct_size = sizeof sized, .ndim = 3, .rows = 24, .row_length = 64};
-        REFUSED(halfstep_tensor_bytes(NULL, &sized, &count, &count, &count));
-        REFUSED(halfstep_tensor_bytes("adamw", NULL, &count, &count, &count));
-        EXPECT(halfstep_tensor_bytes("adamw", &sized, NULL, NULL, NULL), OK);
-        EXPECT(halfstep_set_isa(NULL), OK); /* NULL chooses the best one */
+        SIZED(halfstep_forecast, forecast);
+        REFUSED(halfstep_forecast_tensors(NULL, "adamw", &sized, 1));
+        REFUSED(halfstep_forecast_tensors(&forecast, NULL, &sized, 1));
+        REFUSED(halfstep_forecast_tensors(&forecast, "adamw", NULL, 1));
+        REFUSED(halfstep_forecast_tensors(&forecast, "adamw", &sized, 1)); /* its gradient is NULL */
+        EXPECT(halfstep_set_isa(NULL), OK);                                /* NULL chooses the best one */
         halfstep_cpu_features(NULL, 3);
         halfstep_cpu_features(text, 0);
         REFUSED(halfstep_add_group(o, NULL, &index));
@@ -370,7 +372,8 @@ static void test_numbers(void)
         FAILS_WITH(halfstep_set_isa("sse9"), NAME);
         FAILS_WITH(halfstep_recipe_bytes("adamw", 2, -1, 1, NULL, NULL, NULL), SHAPE);
         FAILS_WITH(halfstep_recipe_bytes("adamw", 2, 1, -1, NULL, NULL, NULL), SHAPE);
-        EXPECT(halfstep_recipe_bytes("adamw", 2, INT64_MAX, 0, &count, NULL, NULL), OK);
+        FAILS_WITH(halfstep_recipe_bytes("adamw", 2, INT64_MAX, 0, &count, NULL, NULL), SHAPE);
+        EXPECT(halfstep_recipe_bytes("adamw", 2, (int64_t)1 << 40, 0, &count, NULL, NULL), OK);
         EQUAL(count, 0);
         FAILS_WITH(halfstep_recipe_bytes("adamw", 2, INT64_MAX / 2, 3, NULL, NULL, NULL), SHAPE);
         FAILS_WITH(halfstep_recipe_bytes("adamx", 2, 1, 1, NULL, NULL, NULL), NAME);
@@ -378,16 +381,17 @@ static void test_numbers(void)
         FAILS_WITH(halfstep_recipe_full("adamw", text, 3), RANGE);
         FAILS_WITH(halfstep_recipe_caveat("adamw/bf17", text, sizeof text), NAME);
         FAILS_WITH(halfstep_get_group_recipe(o, 0, text, 3), RANGE);
-        halfstep_tensor sized = {.struct_size = sizeof sized, .ndim = 3, .rows = 24, .row_length = 64};
+        halfstep_tensor sized = tensor("w", 3, 24, 64);
         for (int i = 0; i < 4; i++) {
             static const int64_t rows[] = {0, 8, 7, -8};
+            SIZED(halfstep_forecast, f);
             sized.matrix_rows = rows[i];
-            if (i < 2) EXPECT(halfstep_tensor_bytes("adafactor", &sized, NULL, NULL, &count), OK);
-            else FAILS_WITH(halfstep_tensor_bytes("adafactor", &sized, NULL, NULL, &count), SHAPE);
+            if (i < 2) EXPECT(halfstep_forecast_tensors(&f, "adafactor", &sized, 1), OK);
+            else FAILS_WITH(halfstep_forecast_tensors(&f, "adafactor", &sized, 1), SHAPE);
             /* a number for each row, and for each column of each matrix */
-            if (i < 2) EQUAL(count, 4 * (24 + (i ? 3 : 1) * 64));
+            if (i < 2) EQUAL(f.states, 4 * (24 + (i ? 3 : 1) * 64));
+            FAILS_WITH(halfstep_forecast_tensors(&f, "adamx", &sized, 1), NAME);
         }
-        EXPECT(halfstep_tensor_bytes("adamx", &sized, NULL, NULL, NULL), NAME);
         static const double not_norms[] = {-1.0, INFINITY, NAN};
         for (int i = 0; i < 3; i++) EXPECT(set_gradient_norm(o, not_norms[i]), RANGE);
         static const double not_scales[] = {INFINITY, NAN, -1e31};

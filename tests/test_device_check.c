@@ -1,5 +1,5 @@
-/* Tests the check of a GPU before its first use (src/handle/devices/device_check.c, src/device/cuda/trust.c), through the fake
- * driver. Each group runs in a child process, because a process checks a GPU once. */
+/* Tests the check of a GPU before its first use (src/handle/devices/device_check.c, src/device/cuda/trust.c), through
+ * the fake driver. Each group runs in a child process, because a process checks a GPU once. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif

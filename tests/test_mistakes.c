@@ -291,13 +291,26 @@ static void test_tensors(void)
             ADD_CHANGED(matrix, t.split[1] = 2));
     REFUSED("halfstep_add_tensor", "too late", PLACED, ORDER, "'late': tensors must be added before the states exist",
             ADD_CHANGED(matrix, t.name = "late"));
-    uint64_t bytes;
-    REFUSED("halfstep_tensor_bytes", "row_length forgotten", EMPTY, SHAPE, "2 rows of 0 elements",
-            matrix.row_length = 0;
-            code = halfstep_tensor_bytes("adamw", &matrix, &bytes, NULL, NULL));
-    TAKEN("halfstep_tensor_bytes", "row_length of a vector forgotten", "1", EMPTY, bytes == 4 * N,
+    SIZED(halfstep_forecast, f);
+    REFUSED("halfstep_forecast.struct_size", "forgotten", EMPTY, ARGUMENT, "wrong struct_size 0", f.struct_size = 0;
+            code = halfstep_forecast_tensors(&f, "adamw", &matrix, 1));
+    f.struct_size = sizeof f;
+    REFUSED("halfstep_forecast.without_weights", "too large", EMPTY, ARGUMENT, "without_weights = 2",
+            f.without_weights = 2;
+            code = halfstep_forecast_tensors(&f, "adamw", &matrix, 1));
+    f.without_weights = 0;
+    TAKEN("halfstep_forecast.piece_bytes", "forgotten", "16 MiB", EMPTY, f.memory == f.stored && f.pieces == 1,
+          code = halfstep_forecast_tensors(&f, "adamw", &matrix, 1));
+    REFUSED("halfstep_forecast_tensors", "row_length forgotten", EMPTY, SHAPE, "row_length 0", matrix.row_length = 0;
+            code = halfstep_forecast_tensors(&f, "adamw", &matrix, 1));
+    REFUSED("halfstep_forecast_tensors", "gradient forgotten", EMPTY, ARGUMENT, "gradient is NULL",
+            matrix.gradient = NULL;
+            code = halfstep_forecast_tensors(&f, "adamw", &matrix, 1));
+    REFUSED("halfstep_forecast_tensors", "count forgotten", EMPTY, RANGE, "count is 0",
+            code = halfstep_forecast_tensors(&f, "adamw", &matrix, 0));
+    TAKEN("halfstep_forecast_tensors", "row_length of a vector forgotten", "1", EMPTY, f.weights == 4 * N * 2,
           vector.row_length = 0;
-          code = halfstep_tensor_bytes("adamw", &vector, &bytes, NULL, NULL));
+          code = halfstep_forecast_tensors(&f, "adamw", &vector, 1));
 }
 
 static void test_states(void)

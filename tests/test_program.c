@@ -280,7 +280,7 @@ static void test_plan(void)
     CHECK(strstr(printed, "\"params\": 5144"), "%s", printed);
     accept("Other rules", "plan --checkpoint base --rule lion");
     /* States in a file: two halves of states and weights, states read once or twice and written with the weights. */
-    accept("adamw/bf16-sr/int8   53.78 GiB  93.18 MiB   13.85 GiB  26.89 GiB      14.6      38.7",
+    accept("adamw/bf16-sr/int8   53.79 GiB  93.15 MiB   13.85 GiB  26.89 GiB      14.6      38.7",
            "plan --params 7e9 --store --bandwidth 3 --step-time 64.5 --recipes adamw/bf16-sr/int8");
     CHECK(strstr(printed, "    4.014 ") && strstr(printed, "a few MiB more. States in memory are"), "%s", printed);
     /* Small tensors are read once for sums over a tensor, and twice for sums over all. */

@@ -384,8 +384,8 @@ static void test_rule(const char *rule)
             d = good;
             memcpy(d.split, wrong[i].split, sizeof d.split);
             EXPECT_NAMED(o, halfstep_add_tensor(o, &d, &index), SHAPE, text_of("'experts': %s", wrong[i].found));
-            uint64_t bytes;
-            CHECK(halfstep_tensor_bytes(rule, &d, NULL, NULL, &bytes) == SHAPE, "%s has bytes", wrong[i].found);
+            SIZED(halfstep_forecast, f);
+            CHECK(halfstep_forecast_tensors(&f, rule, &d, 1) == SHAPE, "%s has bytes", wrong[i].found);
         }
         d = good;
         d.split[0] = 5;

@@ -33,8 +33,10 @@ struct store {
     int n_pending;
     long calls, fails_at; /* the call, counted from 1, that fails; 0: none */
     long reads, writes, flushes;
-    int with_weights; /* the last flush had weights */
-    uint64_t steps;   /* of group 0, as the last flush saw them */
+    uint64_t read, written; /* bytes */
+    uintptr_t low, high;    /* the memory that pieces have been in */
+    int with_weights;       /* the last flush had weights */
+    uint64_t steps;         /* of group 0, as the last flush saw them */
     const char *failed;
 };
 
@@ -54,13 +56,22 @@ static struct pending *put_off(struct store *st, int64_t piece, uint64_t bytes)
     return &st->pending[st->n_pending++];
 }
 
+static void note_place(struct store *st, const void *memory, uint64_t bytes)
+{
+    const uintptr_t place = (uintptr_t)memory, end = place + (bytes + 4095) / 4096 * 4096;
+    CHECK(place % 4096 == 0, "a piece in memory that is not aligned");
+    if (!st->high || place < st->low) st->low = place;
+    if (end > st->high) st->high = end;
+}
+
 static int late_read(void *host, int64_t piece, void *memory, uint64_t bytes)
 {
     struct store *st = host;
     const int error = begin_call(st, "read");
     if (error) return error;
-    CHECK((uintptr_t)memory % 4096 == 0, "a read to memory that is not aligned");
+    note_place(st, memory, bytes);
     st->reads++;
+    st->read += bytes;
     put_off(st, piece, bytes)->to = memory;
     memset(memory, 0xa5, (size_t)(bytes + 4095) / 4096 * 4096);
     return OK;
@@ -71,10 +82,11 @@ static int late_write(void *host, int64_t piece, const void *memory, uint64_t by
     struct store *st = host;
     const int error = begin_call(st, "write");
     if (error) return error;
-    CHECK((uintptr_t)memory % 4096 == 0, "a write from memory that is not aligned");
+    note_place(st, memory, bytes);
     CHECK(bytes == st->bytes[piece], "a write of %llu bytes of %llu", (unsigned long long)bytes,
           (unsigned long long)st->bytes[piece]);
     st->writes++;
+    st->written += bytes;
     struct pending *p = put_off(st, piece, bytes);
     p->from = memory;
     p->hash = hash_bytes(HASH_START, memory, (size_t)bytes);
@@ -154,6 +166,19 @@ static uint64_t three_largest(const halfstep_optimizer *o)
     return 3 * largest;
 }
 
+static void fill_store(struct store *st, const halfstep_optimizer *o)
+{
+    st->n = halfstep_piece_count(o);
+    if (st->n > MOST_PIECES) abort();
+    for (int64_t i = 0; i < st->n; i++) {
+        const halfstep_piece piece = piece_of(o, i);
+        st->bytes[i] = piece.state_bytes + piece.weight_bytes;
+        st->now[i] = zeroed((size_t)st->bytes[i]);
+        st->current[i] = zeroed((size_t)st->bytes[i]);
+        memset(st->now[i], 0xa5, (size_t)st->bytes[i]);
+    }
+}
+
 /* Binds a handle to a new store, whose pieces hold rubbish until they are written. stay: bytes of memory beside the
  * least. */
 static void bind_store(struct store *st, halfstep_optimizer *o, int weights, uint64_t piece_bytes, uint64_t stay)
@@ -164,15 +189,7 @@ static void bind_store(struct store *st, halfstep_optimizer *o, int weights, uin
     MUST(halfstep_bind_storage(o, &table));
     table.memory = three_largest(o) + stay;
     if (table.memory) MUST(halfstep_bind_storage(o, &table));
-    st->n = halfstep_piece_count(o);
-    if (st->n > MOST_PIECES) abort();
-    for (int64_t i = 0; i < st->n; i++) {
-        const halfstep_piece piece = piece_of(o, i);
-        st->bytes[i] = piece.state_bytes + piece.weight_bytes;
-        st->now[i] = zeroed((size_t)st->bytes[i]);
-        st->current[i] = zeroed((size_t)st->bytes[i]);
-        memset(st->now[i], 0xa5, (size_t)st->bytes[i]);
-    }
+    fill_store(st, o);
 }
 
 static void free_store(struct store *st)
@@ -850,6 +867,118 @@ static void test_slots(void)
     }
 }
 
+/* ---- Forecasts --------------------------------------------------------------------------------------------------- */
+
+static void compare_memory(const char *recipe, const halfstep_optimizer *o, const halfstep_forecast *f,
+                           uint64_t workspace)
+{
+    uint64_t weights, gradients, extras, states;
+    MUST(halfstep_memory(o, &weights, &gradients, &extras, &states, NULL));
+    CHECK(weights == f->weights && gradients == f->gradients && extras == f->weight_extras &&
+              states == f->states + workspace,
+          "%s: %llu %llu %llu %llu bytes, not those of the forecast", recipe, (unsigned long long)weights,
+          (unsigned long long)gradients, (unsigned long long)extras, (unsigned long long)states);
+}
+
+/* Makes an optimizer with two tensors of each shape, and one step of it in storage. A forecast has its bytes. Pieces
+ * are larger than piece_bytes because of their weights, so that no memory is left in which any could stay. */
+static void check_forecast(const char *recipe)
+{
+    enum { EACH = 2, SHAPES = 4, PIECE = 20000 };
+    static const struct {
+        int ndim;
+        int64_t rows, row_length;
+    } shapes[SHAPES] = {{2, 300, 96}, {1, 4500, 1}, {2, 128, 64}, {2, 7, 20}};
+    halfstep_optimizer *o = new_optimizer(recipe, 1, 0);
+    halfstep_forecast f = {.struct_size = sizeof f, .piece_bytes = PIECE};
+    void *weight[SHAPES * EACH], *gradient[SHAPES * EACH];
+    uint64_t elements = 0, largest = 0;
+    for (int i = 0; i < SHAPES * EACH; i++) {
+        halfstep_tensor t = {.struct_size = sizeof t,
+                             .name = text_of("%d", i),
+                             .ndim = shapes[i / EACH].ndim,
+                             .rows = shapes[i / EACH].rows,
+                             .row_length = shapes[i / EACH].row_length,
+                             .gradient = "bf16"};
+        add_tensor(o, &t);
+        t.name = NULL;
+        if (i % EACH == 0) MUST(halfstep_forecast_tensors(&f, recipe, &t, EACH));
+        const uint64_t n = (uint64_t)(t.rows * t.row_length);
+        elements += n;
+        if (2 * n > largest) largest = 2 * n;
+        weight[i] = zeroed((size_t)slot_info(o, i, WEIGHT).code_bytes + 1);
+        gradient[i] = zeroed((size_t)(2 * n));
+        for (uint64_t k = 0; k < n; k++) ((uint16_t *)gradient[i])[k] = 0x3c00;
+    }
+    EQUAL(f.tensors, SHAPES * EACH);
+    EQUAL(f.elements, elements);
+    EQUAL(f.largest_gradient, largest);
+    compare_memory(recipe, o, &f, 0);
+    struct store st = {.o = o};
+    halfstep_storage table = table_of(&st, 1, PIECE, f.memory - 1);
+    CHECK(f.memory < f.stored, "%s: all pieces stay", recipe);
+    EXPECT_NAMED(o, halfstep_bind_storage(o, &table), RANGE, "three pieces need");
+    table.memory = 0;
+    MUST(halfstep_bind_storage(o, &table));
+    compare_memory(recipe, o, &f, f.workspace);
+    fill_store(&st, o);
+    EQUAL(f.pieces, (uint64_t)st.n);
+    uint64_t stored = 0;
+    for (int64_t i = 0; i < st.n; i++) stored += (st.bytes[i] + 4095) / 4096 * 4096;
+    EQUAL(f.stored, stored);
+    EQUAL(f.memory, three_largest(o));
+    MUST(halfstep_write_initial(o, weight));
+    EQUAL(f.written, st.written);
+    st.read = st.written = 0;
+    MUST(halfstep_step(o, weight, (const void *const *)gradient));
+    CHECK(f.read == st.read && f.written == st.written, "%s: %llu bytes read and %llu written, not %llu and %llu",
+          recipe, (unsigned long long)st.read, (unsigned long long)st.written, (unsigned long long)f.read,
+          (unsigned long long)f.written);
+    const uint64_t used = (uint64_t)(st.high - st.low);
+    CHECK(used <= f.memory && used > f.memory / 3 * 2, "%s: pieces were in %llu bytes of %llu", recipe,
+          (unsigned long long)used, (unsigned long long)f.memory);
+    free_store(&st);
+    halfstep_destroy(o);
+    for (int i = 0; i < SHAPES * EACH; i++) free(weight[i]), free(gradient[i]);
+}
+
+static void test_forecasts(void)
+{
+    static const char *const recipes[] = {"adamw/f32/f32",       "adamw/bf16-ecc8/int8",      "adamw/bf16-kahan/dyn8",
+                                          "lamb/f32/fp8",        "lamb/bf16-sr/int8",         "prodigy/bf16-sr",
+                                          "muon/f32/int8",       "adafactor/bf16-sr/bf16-sr", "lamb16/f16/fp8-lamb16",
+                                          "sgd/int8-ecc4",       "adan/int8-sr/int4",         "stableadamw/f32/int6",
+                                          "schedulefree/bf16-sr"};
+    TEST("a forecast is what an optimizer and its storage take")
+        for (size_t i = 0; i < COUNT(recipes); i++) check_forecast(recipes[i]);
+    TEST("a forecast of a part, of none and of too many") {
+        halfstep_tensor t = {.struct_size = sizeof t,
+                             .ndim = 2,
+                             .rows = 1000,
+                             .row_length = 64,
+                             .n_rows = 250,
+                             .n_columns = 64,
+                             .gradient = "f32"};
+        SIZED(halfstep_forecast, f);
+        MUST(halfstep_forecast_tensors(&f, "adamw/f32/int8", &t, 1));
+        CHECK(f.elements == 250 * 64 && f.weights == 4 * f.elements && f.states == 2 * 250 * (64 + 4), "a part");
+        const halfstep_forecast before = f;
+        t.n_columns = 50;
+        EXPECT_NAMED(NULL, halfstep_forecast_tensors(&f, "adamw/f32/int8", &t, 1), SHAPE, "do not fall on blocks");
+        EXPECT_NAMED(NULL, halfstep_forecast_tensors(&f, "muon", &t, 1), UNSUPPORTED, "'unnamed'");
+        t.n_columns = 64;
+        EXPECT_NAMED(NULL, halfstep_forecast_tensors(&f, "adamw", &t, 0), RANGE, "count is 0");
+        EXPECT_NAMED(NULL, halfstep_forecast_tensors(&f, "adamw", &t, INT32_MAX), RANGE, "too many");
+        t.rows = t.n_rows = (int64_t)1 << 40;
+        EXPECT_NAMED(NULL, halfstep_forecast_tensors(&f, "adamw", &t, 1 << 20), RANGE, "too many");
+        CHECK(!memcmp(&f, &before, sizeof f), "a refused call has changed the forecast");
+        t.n_rows = 0;
+        t.may_be_empty = 1;
+        MUST(halfstep_forecast_tensors(&f, "adafactor", &t, 1));
+        CHECK(f.elements == before.elements && f.states == before.states && f.stored == before.stored, "an empty part");
+    }
+}
+
 int main(int argc, char **argv)
 {
     test_init(argc, argv);
@@ -859,6 +988,7 @@ int main(int argc, char **argv)
     test_failures();
     test_pieces();
     test_memory();
+    test_forecasts();
     test_slots();
     return test_done();
 }

@@ -440,6 +440,42 @@ static void test_options(void)
     end_run(&r);
 }
 
+static void test_forecast(void)
+{
+    static const halfstep_store_options options[] = {
+        {.struct_size = sizeof *options},
+        {.struct_size = sizeof *options, .without_weights = 1},
+        {.struct_size = sizeof *options, .piece_bytes = 2000},
+    };
+    for (size_t i = 0; i < COUNT(options); i++) {
+        run r;
+        hstep_file *file = NULL;
+        hstep_layout layout = {0};
+        hstep_error error = hstep_make_error(TEXT);
+        char *json = NULL;
+        uint64_t bytes = 0;
+        halfstep_forecast f = {.struct_size = sizeof f,
+                               .without_weights = options[i].without_weights,
+                               .piece_bytes = options[i].piece_bytes};
+        const char *path = path_of("forecast");
+        WORKS(create(&r, path, &options[i]));
+        for (int t = 0; t < TENSORS; t++) {
+            SIZED(halfstep_tensor, tensor);
+            halfstep_get_tensor(r.optimizer, t, &tensor);
+            EQUAL(halfstep_forecast_tensors(&f, shapes[t].recipe, &tensor, 1), HALFSTEP_OK);
+        }
+        EQUAL(hstep_open_file(&file, path, &bytes, &error), HALFSTEP_OK);
+        EQUAL(hstep_read_header(file, bytes, &layout, &json, &error), HALFSTEP_OK);
+        CHECK(f.pieces == layout.pieces && f.stored == layout.half_bytes,
+              "%d: %llu pieces of %llu bytes, not %llu of %llu", (int)i, ull(layout.pieces), ull(layout.half_bytes),
+              ull(f.pieces), ull(f.stored));
+        hstep_close(file);
+        free(json);
+        end_run(&r);
+        unlink(path);
+    }
+}
+
 /* ---- Values, weights elsewhere, other handles -------------------------------------------------------------------- */
 
 static void test_values(void)
@@ -906,6 +942,7 @@ int main(int argc, char **argv)
     }
     TEST("what is of another optimizer, damaged or in use is refused") test_refusals();
     TEST("options that a store cannot have") test_options();
+    TEST("a forecast has the bytes of a file") test_forecast();
     TEST("values, and a description without an optimizer") test_values();
     TEST("weights elsewhere are known by their hash") test_without_weights();
     TEST("an open file moves to another handle") test_bind();

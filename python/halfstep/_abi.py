@@ -62,7 +62,6 @@ ROLE_SIGNED = 4
 ROLE_NONNEG = 8
 
 GEOMETRY_ROWS = 0
-GEOMETRY_TENSOR = 2
 GEOMETRY_PACKED = 3
 EXTENT_COLUMNS = 2
 
@@ -221,6 +220,15 @@ class RecordPlaces(_Sized):
     )
 
 
+class Forecast(_Sized):
+    _fields_ = _fields(
+        (c_int32, "without_weights"),
+        (c_uint64, "piece_bytes tensors elements weights gradients weight_extras states workspace"),
+        (c_uint64, "largest_gradient largest_states"),
+        (c_uint64, "pieces stored largest_piece memory read written"),
+    )
+
+
 class FileOptions(_Sized):
     """Of halfstep_io.h, as are StoreOptions and StoreInfo."""
 
@@ -293,8 +301,7 @@ signatures = {
     "choice_value": (c_char_p, c_char_p, c_int32),
     "recipe_full": (c_int, c_char_p, c_char_p, c_size_t),
     "recipe_caveat": (c_int, c_char_p, c_char_p, c_size_t),
-    "recipe_bytes": (c_int, c_char_p, c_int32, c_int64, c_int64, _bytes, _bytes, _bytes),
-    "tensor_bytes": (c_int, c_char_p, POINTER(Tensor), _bytes, _bytes, _bytes),
+    "forecast_tensors": (c_int, POINTER(Forecast), c_char_p, POINTER(Tensor), c_int32),
     "set_threads": (c_int, _handle, c_int32),
     "isa": (c_char_p,),
     "synchronize": (c_int, _handle),
@@ -624,26 +631,15 @@ def recipe_caveat(recipe: str) -> str:
     return _text(text.value)
 
 
-def recipe_bytes(recipe: str, ndim: int, rows: int, row_length: int) -> Tuple[int, int, int]:
-    """Returns the bytes of one tensor under a recipe: of its weight, of the weight's residual or
-    error codes, and of its states."""
-    sums = [c_uint64() for _ in range(3)]
-    check(
-        lib.halfstep_recipe_bytes(recipe.encode(), ndim, rows, row_length, *map(byref, sums)),
-        detail=f"recipe '{recipe}', {rows} rows of {row_length}",
-    )
-    return sums[0].value, sums[1].value, sums[2].value
-
-
-def tensor_bytes(recipe: str, **fields: int) -> Tuple[int, int, int]:
-    """Returns the same as recipe_bytes() for a tensor with these fields of its structure."""
-    sums = [c_uint64() for _ in range(3)]
-    tensor = Tensor.new(**fields)
-    check(
-        lib.halfstep_tensor_bytes(recipe.encode(), byref(tensor), *map(byref, sums)),
-        detail=f"recipe '{recipe}', {fields}",
-    )
-    return sums[0].value, sums[1].value, sums[2].value
+def forecast(*tensors: Tuple[str, dict, int], without_weights: bool = False) -> Forecast:
+    """Returns what tensors take: each a recipe, the fields of its structure, and how many such
+    tensors there are."""
+    sums = Forecast.new(without_weights=without_weights)
+    for recipe, shape, count in tensors:
+        tensor = Tensor.new(**{"gradient": b"f32", **shape})
+        code = lib.halfstep_forecast_tensors(byref(sums), recipe.encode(), byref(tensor), count)
+        check(code, detail=_text(lib.halfstep_error_detail(None)))
+    return sums
 
 
 def is_real(value) -> bool:

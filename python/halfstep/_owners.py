@@ -229,7 +229,8 @@ def divide(wanted, owners, values, kept):
 def _bytes_of(one):
     """Returns the bytes of weight and states, times how often each byte is sent."""
     laid = _matrices.lay(one.rule, one.p.shape, one.how)
-    size = sum(_abi.tensor_bytes(one.recipe, **_matrices.fields_of(laid)))
+    taken = _abi.forecast((one.recipe, _matrices.fields_of(laid), 1))
+    size = taken.weights + taken.largest_states
     placements = getattr(one.p, "placements", ())
     if any(hasattr(x, "dim") for x in placements):
         size *= math.prod(

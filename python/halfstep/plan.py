@@ -6,6 +6,7 @@ This file is longer than 500 lines because it draws its tables itself.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
 from html import escape
 from typing import NamedTuple
@@ -47,9 +48,6 @@ _BAR = 48
 #: bytes a second. _BUS: one way over a bus to and from pinned memory (PCI Express 5 with 16 lanes)
 #: _HOST: memory in a step of 16 cores; _DEVICE: memory of a GPU (H100)
 _BUS, _HOST, _DEVICE = 55e9, 170e9, 2.5e12
-#: of a file of states: what states are cut into, how many pieces are in memory, and what each is
-#: rounded up to
-_PIECE, _PIECES, _PAGE = 16 << 20, 3, 4096
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -499,8 +497,7 @@ def plan(
             " first"
         )
     tensors, frozen = _tensors(model_or_shapes)
-    counted = [one for _, one in tensors]
-    shapes = [one.shape for one in counted]
+    counts = Counter(one for _, one in tensors)
     limit = memory if device_memory is None else device_memory
     limit = None if limit is None else bytes_of(limit)
     rows, notes = [], {}
@@ -514,7 +511,7 @@ def plan(
         if release:
             check_release(rule, rule.label)
         gradient = PLAIN[stored_dtype(beside(recipe.split("/")[1]))]
-        meant = {one: one.recipe(recipe, adamw) for one in counted}
+        meant = {one: one.recipe(recipe, adamw) for one in counts}
         laid = {one: lay(of.partition("/")[0], one.shape) for one, of in meant.items()}
         if rule.name == "muon":
             notes.update(dict.fromkeys(_by_rule(tensors, adamw), True))
@@ -523,46 +520,38 @@ def plan(
             notes[f"{rule.name} takes {text}."] = True
         if text := _left(recipe, tensors):
             notes[text] = True
-        sizes = {
-            one: (
-                _abi.tensor_bytes(meant[one], **fields_of(x)) if math.prod(one.shape) else (0, 0, 0)
-            )
-            for one, x in laid.items()
-        }
-        weights, extras, states = (sum(sizes[one][i] for one in counted) for i in range(3))
-        largest = max((extra + state for _, extra, state in sizes.values()), default=0)
-        each = [
-            math.prod(one.shape) * _abi.formats[one.gradient or gradient].code_bits // 8
-            for one in counted
-        ]
+        sums = _abi.forecast(
+            *(
+                (meant[one], {**fields_of(x), "gradient": (one.gradient or gradient).encode()}, n)
+                for (one, n), x in zip(counts.items(), laid.values())
+            ),
+            without_weights=store == "states",
+        )
+        weights, extras, states = sums.weights, sums.weight_extras, sums.states
         if device_memory is not None:
-            one = PlanRow(recipe, gradient, weights, extras, sum(each), states, frozen, 0, False)
-            found = _ways(
-                one, max(each, default=0), largest, limit, bus, host, device, not rule.totals
+            one = PlanRow(
+                recipe, gradient, weights, extras, sums.gradients, states, frozen, 0, False
             )
+            found = _ways(one, sums, limit, bus, host, device, not rule.totals)
             if streamed:  # as with StateStreaming
                 found = [way for way in found if not way.way.startswith("CPUOffload")]
             rows += found if isinstance(recipes, str) else [min(found, key=_preference)]
             continue
         freed = release or offload == "gradients" and not streamed
-        gradients = max(each, default=0) if freed else sum(each)
+        gradients = sums.largest_gradient if freed else sums.gradients
         host = copied = ahead = 0
         disk = read = written = 0
         if store:
-            kept = [
-                (extra + state, weight * (store is True))
-                for weight, extra, state in map(sizes.get, counted)
-            ]
-            disk, read, written, pieces = _file(recipe, rule, kept)
+            disk, read, written, pieces = 2 * sums.stored, sums.read, sums.written, sums.memory
             if offload:
-                copied = weights + sum(each)
+                copied = weights + sums.gradients
                 host, pieces = pieces + copied, 0
             extras, states = 0, pieces
         elif offload and streamed:
             host, copied = extras + states, 2 * (extras + states)
-            extras, states = 0, min(BUFFERS * max(BUFFER_BYTES, largest), host)
+            extras, states = 0, min(BUFFERS * max(BUFFER_BYTES, sums.largest_states), host)
         elif offload:
-            copied = weights + sum(each)
+            copied = weights + sums.gradients
             host = extras + states + copied  # less in release, where copies of gradients are shared
             if overlap and not rule.two_pass:
                 ahead = weights + extras + states
@@ -593,7 +582,7 @@ def plan(
         rows.sort(key=lambda row: (row.total, row.host, row.recipe))
     return Plan(
         rows,
-        sum(map(math.prod, shapes)),
+        sum(math.prod(one.shape) for _, one in tensors),
         bool(release),
         limit,
         bool(offload),
@@ -602,34 +591,17 @@ def plan(
     )
 
 
-def _file(recipe, rule, tensors):
-    """Returns the bytes that a file of states takes of the disk, that a step reads and writes, and
-    that pieces take in memory. `tensors` has the bytes of states and weight of each tensor."""
-    whole = rule.matrix or any(  # tensors that are never cut
-        _abi.formats[name].geometry == _abi.GEOMETRY_TENSOR
-        for name in recipe.split("/")[2].split("+")
-    )
-    half = read = 0
-    largest = _PIECE
-    for states, weight in tensors:
-        half += -(-(states + weight) // _PAGE) * _PAGE
-        cut = states > _PIECE and not whole
-        read += states * (2 if rule.totals or rule.two_pass and cut else 1)
-        largest = max(largest, _PIECE * (states + weight) // states if cut else states + weight)
-    return 2 * half, read, sum(map(sum, tensors)), min(_PIECES * largest, half)
-
-
 def _preference(row):
     """Returns a key that sorts ways. The quickest that fits comes first, before those that lose
     something; then the smallest."""
     return (False, row.hidden, row.seconds) if row.fits else (True, row.total, row.seconds)
 
 
-def _ways(row, largest_gradient, largest_states, limit, bus, host, device, released):
-    """Returns the ways to train one recipe, which docs/guides/offload.md describes. `released`: the
-    rule can step one tensor at a time."""
+def _ways(row, sums, limit, bus, host, device, released):
+    """Returns the ways to train one recipe, which docs/guides/offload.md describes. `sums`: the
+    forecast of its tensors; `released`: the rule can step one tensor at a time."""
     kept = row.extras + row.states
-    buffers = min(BUFFERS * max(BUFFER_BYTES, largest_states), kept)
+    buffers = min(BUFFERS * max(BUFFER_BYTES, sums.largest_states), kept)
     touched = 2 * row.weights + row.gradients + 2 * kept
     there, streamed = touched / device, max(kept / bus, touched / device)
     out = []
@@ -653,7 +625,7 @@ def _ways(row, largest_gradient, largest_states, limit, bus, host, device, relea
 
     copies = row.weights + row.gradients
     for release in (False, True)[: 1 + released]:
-        gradients = largest_gradient if release else row.gradients
+        gradients = sums.largest_gradient if release else row.gradients
         option = ", gradient_release" if release else ""
         add("GPU" + option, gradients, row.extras, row.states, 0, there)
         add("StateStreaming" + option, gradients, 0, buffers, kept, streamed)
@@ -663,5 +635,5 @@ def _ways(row, largest_gradient, largest_states, limit, bus, host, device, relea
         add("CPUOffload" + option, gradients, 0, 0, kept + copies, offloaded)
         if not release:
             way = "CPUOffload, offload_gradients"
-            add(way, largest_gradient, 0, 0, kept + copies, offloaded)
+            add(way, sums.largest_gradient, 0, 0, kept + copies, offloaded)
     return out

@@ -175,7 +175,7 @@ class Streamed(HostedPlacement):
                 stay.append(one)
                 continue
             laid = lay_part(one.rule, one.p.shape, local(one.p).shape, one.how)
-            size = sum(_abi.tensor_bytes(one.recipe, **fields_of(laid))[1:])
+            size = _abi.forecast((one.recipe, fields_of(laid), 1)).largest_states
             if one.home not in buses:
                 buses[one.home] = Bus(one.home), []
             bus, stages = buses[one.home]

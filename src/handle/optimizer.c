@@ -130,6 +130,20 @@ void halfstep_destroy(halfstep_optimizer *o)
 
 /* ---- Groups ---- */
 
+int hstep_make_group(const halfstep_optimizer *o, const char *recipe, struct hstep_group *g)
+{
+    char detail[HSTEP_DETAIL_BYTES];
+    memset(g, 0, sizeof *g);
+    const int error = hstep_recipe_parse(recipe, &g->recipe, detail, sizeof detail);
+    if (error) return hstep_fail(o, error, "%s", detail);
+    const int rule = g->recipe.rule;
+    for (int i = 0; i < HSTEP_GROUP_HYPERS; i++) g->hyper[i] = hstep_rule_hyper(rule, i).initial;
+    for (int i = 0; i < hstep_rule_hypers(rule); i++) g->own[i] = hstep_rules[rule].hyper[i].initial;
+    g->first_lr = g->hyper[HSTEP_LR];
+    g->decay = hstep_choice_find("decay", hstep_rules[rule].decay);
+    return HALFSTEP_OK;
+}
+
 int halfstep_add_group(halfstep_optimizer *o, const char *recipe, int32_t *group)
 {
     HSTEP_NEED(o, o);
@@ -138,14 +152,9 @@ int halfstep_add_group(halfstep_optimizer *o, const char *recipe, int32_t *group
     if (o->settled) return hstep_fail(o, HALFSTEP_ERROR_ORDER, "groups must be added before the states exist");
     if (o->lr_place)
         return hstep_fail(o, HALFSTEP_ERROR_ORDER, "groups must be added before the lr of one is bound to an address");
-    struct hstep_group g = {0};
-    char detail[HSTEP_DETAIL_BYTES];
-    int error = hstep_recipe_parse(recipe, &g.recipe, detail, sizeof detail);
-    if (error) return hstep_fail(o, error, "%s", detail);
-    for (int i = 0; i < HSTEP_GROUP_HYPERS; i++) g.hyper[i] = hstep_rule_hyper(g.recipe.rule, i).initial;
-    for (int i = 0; i < hstep_rule_hypers(g.recipe.rule); i++) g.own[i] = hstep_rules[g.recipe.rule].hyper[i].initial;
-    g.first_lr = g.hyper[HSTEP_LR];
-    g.decay = hstep_choice_find("decay", hstep_rules[g.recipe.rule].decay);
+    struct hstep_group g;
+    const int error = hstep_make_group(o, recipe, &g);
+    if (error) return error;
     if (hstep_grow((void **)&o->groups, o->n_groups, &o->capacity_groups, sizeof g))
         return hstep_fail_memory(o, sizeof g, "another group");
     o->groups[o->n_groups] = g;

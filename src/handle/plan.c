@@ -54,6 +54,13 @@ static int find_share(const halfstep_optimizer *o, int i)
     return first;
 }
 
+size_t hstep_workspace_floats(const struct hstep_device *device, const struct hstep_tensor *t)
+{
+    if (!(t->matrix || t->pairs) || !t->runs) return 0;
+    /* halfstep_run_norms() puts the vectors aside. */
+    return device->workspace(t) + (t->pairs ? (size_t)(t->n_rows + t->matrices * t->row_length) : 0);
+}
+
 struct hstep_tensor hstep_laid_out(const halfstep_optimizer *o, int tensor)
 {
     struct hstep_tensor t = o->tensors[tensor];
@@ -84,9 +91,7 @@ static void lay_out_all(halfstep_optimizer *o, int64_t *n_chunks, size_t *worksp
         for (int way = 0; way < HSTEP_WAYS; way++)
             t->fused[way] = o->device->find_fused(&o->context, t, (enum hstep_way)way);
         t->first_alike = i && are_alike(t - 1, t) ? t[-1].first_alike : i;
-        size_t floats = (t->matrix || t->pairs) && t->runs ? o->device->workspace(t) : 0;
-        /* halfstep_run_norms() puts the vectors aside. */
-        if (t->pairs && t->runs) floats += (size_t)(t->n_rows + t->matrices * t->row_length);
+        const size_t floats = hstep_workspace_floats(o->device, t);
         if (floats > *workspace) *workspace = floats;
     }
 }

@@ -13,6 +13,8 @@ int hstep_settle(halfstep_optimizer *o);
 void hstep_release_plan(halfstep_optimizer *o);
 /* Cuts all tensors of a settled handle into chunks again, after their piece_rows have changed. */
 int hstep_cut_again(halfstep_optimizer *o);
+/* Returns how many floats of workspace a laid out tensor needs on a device. */
+size_t hstep_workspace_floats(const struct hstep_device *device, const struct hstep_tensor *t);
 /* Returns a tensor as it is once the handle is settled. */
 struct hstep_tensor hstep_laid_out(const halfstep_optimizer *o, int tensor);
 

@@ -153,7 +153,8 @@ static int check_shape(const halfstep_optimizer *o, const halfstep_tensor *d, st
     return HALFSTEP_OK;
 }
 
-static int choose_formats(const halfstep_optimizer *o, const halfstep_tensor *d, struct hstep_tensor *t)
+static int choose_formats(const halfstep_optimizer *o, const struct hstep_group *g, const halfstep_tensor *d,
+                          struct hstep_tensor *t)
 {
     const int gradient = halfstep_format_find(d->gradient), raw = hstep_rules[t->rule].kind == HSTEP_RAW_GRADIENT;
     int roles = HALFSTEP_ROLE_GRADIENT | (raw ? HALFSTEP_ROLE_WEIGHT : 0);
@@ -172,7 +173,7 @@ static int choose_formats(const halfstep_optimizer *o, const halfstep_tensor *d,
         return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
                           "tensor '%s': %s cannot follow weights in '%s'; give it decoded weights, such as bf16",
                           d->name, hstep_rules[t->rule].name, d->gradient);
-    const int named = o->groups[t->group].recipe.weight;
+    const int named = g->recipe.weight;
     const int weight = hstep_eligible_format(named, named, t->ndim, t->rows, t->row_length, hstep_common_rows(t));
     t->slot[HALFSTEP_SLOT_WEIGHT].format = weight;
     t->slot[HALFSTEP_SLOT_WEIGHT].fell_back = weight != named;
@@ -180,13 +181,37 @@ static int choose_formats(const halfstep_optimizer *o, const halfstep_tensor *d,
     size_slot(t, &t->slot[HALFSTEP_SLOT_WEIGHT]);
     size_slot(t, &t->slot[HALFSTEP_SLOT_GRADIENT]);
     const int error = check_blocks(o, d->name, t, weight);
-    return error ? error : hstep_choose_states(o, &o->groups[t->group], d->name, t);
+    return error ? error : hstep_choose_states(o, g, d->name, t);
 }
 
 /* Returns 1 if a matrix begins at a row of the whole tensor, or the tensor ends there. */
 static int begins_matrix(const struct hstep_tensor *t, int64_t row)
 {
     return row % t->pattern_rows == 0 || hstep_matrix_in_whole(t, row) != hstep_matrix_in_whole(t, row - 1);
+}
+
+int hstep_make_tensor(const halfstep_optimizer *o, const struct hstep_group *g, const halfstep_tensor *d,
+                      struct hstep_tensor *t)
+{
+    *t = (struct hstep_tensor){.rule = g->recipe.rule, .ndim = d->ndim, .rows = d->rows, .row_length = d->row_length};
+    if (d->may_be_empty < 0 || d->may_be_empty > 1)
+        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor: may_be_empty = %d; allowed: 0, 1", (int)d->may_be_empty);
+    int error = check_shape(o, d, t);
+    if (!error) error = choose_formats(o, g, d, t);
+    if (error) return error;
+    if ((hstep_is_matrix(t->rule, t->ndim, t->pattern_rows, t->row_length) ||
+         hstep_pairs(t->rule, t->ndim, t->pattern_rows, t->row_length)) &&
+        t->n_rows && t->n_columns &&
+        (!begins_matrix(t, t->first_row) || !begins_matrix(t, t->first_row + t->n_rows) ||
+         t->n_columns != t->row_length))
+        return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
+                          "tensor '%s': %s steps only whole matrices of %lld x %lld%s, not rows %lld + %lld and "
+                          "columns %lld + %lld (first + number) of %lld x %lld",
+                          d->name, hstep_rules[t->rule].name, (long long)t->pattern_rows, (long long)t->row_length,
+                          t->blocks > 1 ? ", or the blocks of its split" : "", (long long)t->first_row,
+                          (long long)t->n_rows, (long long)t->first_column, (long long)t->n_columns, (long long)t->rows,
+                          (long long)t->row_length);
+    return HALFSTEP_OK;
 }
 
 /* Returns the place of the first tensor in the list of a hash. */
@@ -264,11 +289,10 @@ static int add_tensor(halfstep_optimizer *o, const halfstep_tensor *d, int32_t *
     if (o->settled)
         return hstep_fail(o, HALFSTEP_ERROR_ORDER, "tensor '%s': tensors must be added before the states exist",
                           d->name);
-    struct hstep_tensor t = {.group = d->group, .ndim = d->ndim, .rows = d->rows, .row_length = d->row_length};
+    struct hstep_tensor t;
     if ((error = hstep_check_group(o, d->group))) return error;
-    t.rule = o->groups[t.group].recipe.rule;
-    if ((error = check_shape(o, d, &t))) return error;
-    if ((error = choose_formats(o, d, &t))) return error;
+    if ((error = hstep_make_tensor(o, &o->groups[d->group], d, &t))) return error;
+    t.group = d->group;
     t.id = d->id ? d->id : hstep_hash_name(d->name);
     const int same = hstep_find_id(o, t.id);
     if (same >= 0)
@@ -276,18 +300,6 @@ static int add_tensor(halfstep_optimizer *o, const halfstep_tensor *d, int32_t *
                           "tensors '%s' and '%s' have the same id %016llx and would share their random bits; give one "
                           "of them another id",
                           o->labels[same].name, d->name, (unsigned long long)t.id);
-
-    if ((hstep_is_matrix(t.rule, t.ndim, t.pattern_rows, t.row_length) ||
-         hstep_pairs(t.rule, t.ndim, t.pattern_rows, t.row_length)) &&
-        t.n_rows && t.n_columns &&
-        (!begins_matrix(&t, t.first_row) || !begins_matrix(&t, t.first_row + t.n_rows) || t.n_columns != t.row_length))
-        return hstep_fail(o, HALFSTEP_ERROR_UNSUPPORTED,
-                          "tensor '%s': %s steps only whole matrices of %lld x %lld%s, not rows %lld + %lld and "
-                          "columns %lld + %lld (first + number) of %lld x %lld",
-                          d->name, hstep_rules[t.rule].name, (long long)t.pattern_rows, (long long)t.row_length,
-                          t.blocks > 1 ? ", or the blocks of its split" : "", (long long)t.first_row,
-                          (long long)t.n_rows, (long long)t.first_column, (long long)t.n_columns, (long long)t.rows,
-                          (long long)t.row_length);
 
     size_t length = strlen(d->name) + 1;
     struct hstep_label label = {0};
@@ -310,8 +322,6 @@ int halfstep_add_tensor(halfstep_optimizer *o, const halfstep_tensor *tensor, in
     HSTEP_NEED(o, tensor);
     HSTEP_NEED(o, index);
     if (!hstep_take_struct(&d, sizeof d, tensor)) return hstep_fail_struct(o, __func__, tensor);
-    if (d.may_be_empty < 0 || d.may_be_empty > 1)
-        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor: may_be_empty = %d; allowed: 0, 1", (int)d.may_be_empty);
     hstep_complete(&d);
     struct hstep_fp fp = hstep_fp_enter();
     return hstep_fp_return(fp, add_tensor(o, &d, index));
@@ -368,30 +378,32 @@ void hstep_share_scalars(halfstep_optimizer *o)
     o->scalars_unshared = 0;
 }
 
+void hstep_add_bytes(const struct hstep_tensor *t, uint64_t sum[HSTEP_BYTES])
+{
+    sum[HSTEP_WEIGHTS] += t->slot[HALFSTEP_SLOT_WEIGHT].code_bytes;
+    sum[HSTEP_GRADIENTS] += t->slot[HALFSTEP_SLOT_GRADIENT].code_bytes;
+    sum[HSTEP_WEIGHT_EXTRAS] += t->slot[HALFSTEP_SLOT_WEIGHT].extra_bytes;
+    for (int s = HALFSTEP_SLOT_STATE; s < HSTEP_SLOTS; s++)
+        sum[HSTEP_STATES] += t->slot[s].code_bytes + t->slot[s].extra_bytes;
+}
+
 int halfstep_memory(const halfstep_optimizer *o, uint64_t *weights, uint64_t *gradients, uint64_t *weight_extras,
                     uint64_t *states, int32_t *fell_back)
 {
     HSTEP_NEED(o, o);
-    uint64_t sum[4] = {0};
+    uint64_t sum[HSTEP_BYTES] = {0};
     int32_t fallen = 0;
     for (int i = 0; i < o->n_tensors; i++) {
-        const struct hstep_slot *slot = o->tensors[i].slot;
         int fell = 0;
-        sum[0] += slot[HALFSTEP_SLOT_WEIGHT].code_bytes;
-        sum[1] += slot[HALFSTEP_SLOT_GRADIENT].code_bytes;
-        sum[2] += slot[HALFSTEP_SLOT_WEIGHT].extra_bytes;
-        fell |= slot[HALFSTEP_SLOT_WEIGHT].fell_back;
-        for (int s = HALFSTEP_SLOT_STATE; s < HSTEP_SLOTS; s++) {
-            sum[3] += slot[s].code_bytes + slot[s].extra_bytes;
-            fell |= slot[s].fell_back;
-        }
+        for (int s = 0; s < HSTEP_SLOTS; s++) fell |= o->tensors[i].slot[s].fell_back;
         fallen += fell;
+        hstep_add_bytes(&o->tensors[i], sum);
     }
-    sum[3] += o->workspace_bytes;
-    if (weights) *weights = sum[0];
-    if (gradients) *gradients = sum[1];
-    if (weight_extras) *weight_extras = sum[2];
-    if (states) *states = sum[3];
+    sum[HSTEP_STATES] += o->workspace_bytes;
+    if (weights) *weights = sum[HSTEP_WEIGHTS];
+    if (gradients) *gradients = sum[HSTEP_GRADIENTS];
+    if (weight_extras) *weight_extras = sum[HSTEP_WEIGHT_EXTRAS];
+    if (states) *states = sum[HSTEP_STATES];
     if (fell_back) *fell_back = fallen;
     return HALFSTEP_OK;
 }

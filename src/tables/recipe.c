@@ -4,8 +4,7 @@
 #include <string.h>
 
 #include "base/process/detail.h"
-#include "base/structs.h"
-#include "tables/layout.h"
+#include "tables/tables.h"
 
 enum {
     WEIGHT = HALFSTEP_ROLE_WEIGHT,
@@ -178,68 +177,4 @@ int halfstep_recipe_caveat(const char *recipe, char *text, size_t size)
         return (size_t)n < size ? HALFSTEP_OK : fail_room(__func__, size, 256);
     }
     return HALFSTEP_OK;
-}
-
-/* Returns true if a tensor has the state under the rule's default hyper-parameters. */
-static int needed_by_default(int rule, int state, int ndim, int64_t rows, int64_t row_length)
-{
-    const char *unless = hstep_rules[rule].state[state].unless;
-    for (int i = 0; unless && i < hstep_rule_hypers(rule); i++)
-        if (!strcmp(hstep_rules[rule].hyper[i].name, unless)) return hstep_rules[rule].hyper[i].initial != 0.0;
-    return hstep_state_of_shape(rule, state, ndim, rows, row_length);
-}
-
-/* Copies the caller's description of a tensor to *d, and completes it. */
-static int take_tensor(const halfstep_tensor *tensor, halfstep_tensor *d)
-{
-    static const char function[] = "halfstep_tensor_bytes";
-    char text[HSTEP_DETAIL_BYTES];
-    if (!tensor) return hstep_fail_alone(HALFSTEP_ERROR_ARGUMENT, "%s: tensor is NULL", function);
-    if (!hstep_take_struct(d, sizeof *d, tensor)) {
-        hstep_describe_struct(text, function, tensor);
-        return hstep_fail_alone(HALFSTEP_ERROR_ARGUMENT, "%s", text);
-    }
-    hstep_complete(d);
-    return HALFSTEP_OK;
-}
-
-int halfstep_tensor_bytes(const char *recipe, const halfstep_tensor *tensor, uint64_t *weight, uint64_t *weight_extra,
-                          uint64_t *states)
-{
-    struct hstep_recipe r;
-    halfstep_tensor d = {0};
-    int error = parse_alone(__func__, recipe, &r);
-    if (error || (error = take_tensor(tensor, &d))) return error;
-    struct hstep_tensor t = {.rule = r.rule, .rows = d.rows, .row_length = d.row_length, .n_rows = d.rows};
-    if (t.rows < 0 || t.row_length < 0 || (t.row_length && t.rows > (INT64_MAX >> 6) / t.row_length) ||
-        (!d.may_be_empty && (!t.rows || !t.row_length)))
-        return hstep_fail_alone(HALFSTEP_ERROR_SHAPE,
-                                "invalid shape, %lld rows of %lld elements; both must be at least 1, or 0 with "
-                                "may_be_empty, elements below 2^57",
-                                (long long)t.rows, (long long)t.row_length);
-    const char *wrong = hstep_divide(&t, &d);
-    if (wrong)
-        return hstep_fail_alone(HALFSTEP_ERROR_SHAPE, "%s does not divide the %lld rows of the tensor", wrong,
-                                (long long)t.rows);
-    const int stored = hstep_eligible_format(r.weight, r.weight, d.ndim, t.rows, t.row_length, hstep_common_rows(&t));
-    if (weight) *weight = hstep_code_bytes(stored, t.rows, t.row_length);
-    if (weight_extra) *weight_extra = hstep_extra_bytes(stored, t.rows, t.row_length);
-    if (!states) return HALFSTEP_OK;
-    *states = 0;
-    for (int i = 0; i < hstep_rule_states(r.rule); i++) {
-        if (!needed_by_default(r.rule, i, d.ndim, t.pattern_rows, t.row_length)) continue;
-        int format = hstep_eligible_format(r.state[i], r.weight, d.ndim, t.rows, t.row_length, hstep_common_rows(&t));
-        int64_t height = t.rows, width = t.row_length;
-        hstep_extend(&t, hstep_rules[r.rule].state[i].extent, &height, &width);
-        *states += hstep_code_bytes(format, height, width) + hstep_extra_bytes(format, height, width);
-    }
-    return HALFSTEP_OK;
-}
-
-int halfstep_recipe_bytes(const char *recipe, int32_t ndim, int64_t rows, int64_t row_length, uint64_t *weight,
-                          uint64_t *weight_extra, uint64_t *states)
-{
-    const halfstep_tensor t = {
-        .struct_size = sizeof t, .ndim = ndim, .rows = rows, .row_length = row_length, .may_be_empty = 1};
-    return halfstep_tensor_bytes(recipe, &t, weight, weight_extra, states);
 }

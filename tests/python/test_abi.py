@@ -29,6 +29,7 @@ STRUCTURES = {
     "call": _abi.Call,
     "record": _abi.Record,
     "record_places": _abi.RecordPlaces,
+    "forecast": _abi.Forecast,
     "device_info": _abi.DeviceInfo,
     "store_options": _abi.StoreOptions,
     "store_info": _abi.StoreInfo,
@@ -184,7 +185,8 @@ def test_names_and_recipes():
     ) != _abi.name_id("Groesse")
     assert _abi.recipe_full("adamw/bf16-sr/int8") == "adamw/bf16-sr/int8"
     assert _abi.recipe_full("adan") == "adan/f32/f32"
-    assert _abi.recipe_bytes("adamw/bf16-kahan/int8", 2, 64, 64) == (
+    taken = _abi.forecast(("adamw/bf16-kahan/int8", {"ndim": 2, "rows": 64, "row_length": 64}, 1))
+    assert (taken.weights, taken.weight_extras, taken.states) == (
         8192,
         8192,
         2 * (4096 + 64 * 64 // 32 * 2),
@@ -193,8 +195,8 @@ def test_names_and_recipes():
         with pytest.raises(_abi.HalfstepError, match=re.escape(f"'{wrong}'")) as caught:
             _abi.recipe_full(wrong)
         assert isinstance(caught.value, ValueError) and caught.value.code < 0
-    with pytest.raises(ValueError):
-        _abi.recipe_bytes("adamw", 2, -1, 4)
+    with pytest.raises(ValueError, match="-1 rows of 4"):
+        _abi.forecast(("adamw", {"ndim": 2, "rows": -1, "row_length": 4}, 1))
 
 
 # ---- Calls and errors ----------------------------------------------------------------------------

@@ -159,7 +159,8 @@ def test_everyone_ran_or_has_a_reason(report):
 def test_bytes_are_those_that_are_held(report):
     one = report["results"]["one"]
     ((rows, length),) = peers.one_shape(65536)
-    _, _, states = _abi.recipe_bytes("adamw/bf16-sr/int8", 2, rows, length)
+    shape = {"ndim": 2, "rows": rows, "row_length": length}
+    states = _abi.forecast(("adamw/bf16-sr/int8", shape, 1)).states
     # Besides, each tensor has its counts, its id, its recipe and the grid of v: 52 bytes. torch has
     # 4 for its steps.
     n = rows * length

@@ -302,6 +302,21 @@ def test_where_states_are():
     assert "StateStreaming" in text and "5.00 GiB on the GPU" in text and "<=" in text
 
 
+def test_a_file_of_states():
+    """Pages of a matrix's pieces by hand: of 1927, 1927 and 242 rows, which have 8704 bytes of
+    states and 8192 of weights each. The vector takes one page."""
+    shapes = {"a": (4096, 4096), "b": (4096, 4096), "v": (100,)}
+    for store, pages in ((True, 7949 + 7949 + 999), ("states", 4095 + 4095 + 515)):
+        (row,) = plan(shapes, "adamw/bf16-sr/int8", store=store).rows
+        assert row.disk == 2 * 4096 * (2 * pages + 1)
+        assert row.states == 3 * (4096 * 7949 if store is True else 16 << 20)
+        assert row.read == 2 * 4096 * 8704 + 2 * 256  # streams are padded to 64 bytes
+        assert row.written == row.read + (2 * 4096 * 8192 + 200 if store is True else 0)
+        assert row.total == row.weights + row.gradients + row.states
+    (row,) = plan(shapes, "prodigy/bf16-sr/int8", store=True).rows
+    assert row.read == 2 * (row.written - row.weights)
+
+
 def test_matrices_with_products_are_streamed():
     """CPUOffload steps Muon's matrices on the GPU, where their gradients stay."""
     shapes = {f"m{i}": (1 << 15, 1 << 12) for i in range(8)}

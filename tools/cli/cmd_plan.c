@@ -57,39 +57,12 @@ struct forecast {
     char recipe[RECIPE_BYTES];
     const char *gradients;
     double weights, extras, states, gradient_bytes, total; /* bytes */
-    /* With --store, which puts `buffers` into the total in place of extras and states. half: all pieces, once;
-     * largest: a piece; buffers: pieces in memory; read, written: in a step. */
-    double half, largest, buffers, read, written;
+    /* With --store, which puts `buffers`, the pieces in memory, into the total in place of extras and states. half: all
+     * pieces, once; read, written: in a step. */
+    double half, buffers, read, written;
 };
 
 /* ---- A file of states -------------------------------------------------------------------------------------------- */
-
-enum { PAGE = 4096, PIECE = 16 << 20, IN_MEMORY = 3 }; /* bytes, and pieces */
-
-/* Returns 1 if the states of each tensor are one piece, however large: those of matrices, and those with one scale. */
-static int never_cut(const char *recipe)
-{
-    struct recipe_parts parts;
-    recipe_split(recipe, &parts);
-    int whole = rule_info(recipe_rule(recipe)).matrix;
-    for (char *name = strtok(parts.states, "+"); name; name = strtok(NULL, "+"))
-        whole |= format_named(name).geometry == HALFSTEP_GEOMETRY_TENSOR;
-    return whole;
-}
-
-/* Adds a tensor to the file. `stored` bytes are read, and written with the weight. They are read twice for sums over
- * all tensors, and for sums over a tensor of several pieces. Memory holds three of the largest pieces, or all. */
-static void add_stored(struct forecast *f, double stored, double weight)
-{
-    const halfstep_rule_info rule = rule_info(recipe_rule(f->recipe));
-    const int cut = stored > PIECE && !never_cut(f->recipe);
-    const double piece = cut ? PIECE * (stored + weight) / stored : stored + weight;
-    f->half += ceil((stored + weight) / PAGE) * PAGE;
-    f->read += stored * (rule.totals || (rule.two_pass && cut) ? 2 : 1);
-    f->written += stored + weight;
-    f->largest = fmax(f->largest, fmax(piece, PIECE));
-    f->buffers = fmin(IN_MEMORY * f->largest, f->half);
-}
 
 /* Returns the seconds in which the disk reads and writes what a step needs. */
 static double disk_seconds(const struct plan *plan, const struct forecast *f)
@@ -107,63 +80,62 @@ static double terabytes_a_day(const struct plan *plan, const struct forecast *f)
 
 /* ---- Sizes ------------------------------------------------------------------------------------------------------- */
 
-/* Adds up a model of known shape, tensor by tensor, because small tensors may fall back from block formats. Returns 0,
- * or -1 if the recipe does not exist. */
-static int add_shape(const struct lm_config *shape, struct forecast *f, double gradient_bytes, int release, int store)
+/* Adds up a model of known shape, tensor by tensor, because small tensors may fall back from block formats. Writes the
+ * most bytes of gradients that there are at once. */
+static int add_shape(const struct lm_config *shape, const struct forecast *f, int release, halfstep_forecast *all,
+                     double *gradients)
 {
-    double largest = 0, layer = 0;
-    for (int i = 0; i < lm_tensor_count(shape); i++) {
+    halfstep_forecast layer = {.struct_size = sizeof layer};
+    int code = HALFSTEP_OK;
+    for (int i = 0; i < lm_tensor_count(shape) && !code; i++) {
         struct lm_tensor t;
-        uint64_t weight, extra, states;
         lm_tensor_info(shape, i, &t);
-        if (halfstep_recipe_bytes(f->recipe, t.ndim, t.rows, t.row_length, &weight, &extra, &states) != HALFSTEP_OK)
-            return -1;
-        double gradient = (double)(t.rows * t.row_length) * gradient_bytes;
-        f->weights += (double)weight;
-        f->extras += (double)extra;
-        f->states += (double)states;
-        f->gradient_bytes += gradient;
-        if (store) add_stored(f, (double)(extra + states), (double)weight);
-        if (gradient > largest) largest = gradient;
-        if (strncmp(t.name, "model.layers.0.", 15) == 0) layer += gradient;
+        const halfstep_tensor tensor = checkpoint_tensor(&t, f->gradients);
+        code = halfstep_forecast_tensors(all, f->recipe, &tensor, 1);
+        if (!code && strncmp(t.name, "model.layers.0.", 15) == 0)
+            code = halfstep_forecast_tensors(&layer, f->recipe, &tensor, 1);
     }
     /* All layers are alike. An embedding may be larger than a layer. */
-    if (release) f->gradient_bytes = layer > largest ? layer : largest;
-    return 0;
+    *gradients = (double)(release ? layer.gradients : all->gradients);
+    if (release && layer.gradients < all->largest_gradient) *gradients = (double)all->largest_gradient;
+    return code;
 }
 
-/* Estimates a model of which only the size is known, as one matrix with rows of 4096. Returns 0, or -1 if the recipe
- * does not exist. */
-static int add_params(const struct plan *plan, struct forecast *f, double gradient_bytes)
+/* Estimates a model of which only the size is known, as matrices of 4096 x 4096. */
+static int add_params(const struct plan *plan, const struct forecast *f, halfstep_forecast *all, double *gradients)
 {
-    enum { ROWS = 4096, ROW_LENGTH = 4096 };
-    uint64_t weight, extra, states;
-    if (halfstep_recipe_bytes(f->recipe, 2, ROWS, ROW_LENGTH, &weight, &extra, &states) != HALFSTEP_OK) return -1;
-    double scale = plan->params / ((double)ROWS * ROW_LENGTH);
-    f->weights = (double)weight * scale;
-    f->extras = (double)extra * scale;
-    f->states = (double)states * scale;
-    f->gradient_bytes = plan->params * gradient_bytes / (plan->release ? (double)plan->layers : 1);
-    if (!plan->store) return 0;
-    add_stored(f, (double)(extra + states), (double)weight);
-    f->half *= scale;
-    f->read *= scale;
-    f->written *= scale;
-    f->buffers = fmin(IN_MEMORY * f->largest, f->half);
-    return 0;
+    const struct lm_tensor matrix = {.name = "matrix", .ndim = 2, .rows = 4096, .row_length = 4096};
+    const halfstep_tensor tensor = checkpoint_tensor(&matrix, f->gradients);
+    const int code = halfstep_forecast_tensors(all, f->recipe, &tensor, (int32_t)ceil(plan->params / (4096 * 4096)));
+    *gradients = (double)all->gradients / (plan->release ? (double)plan->layers : 1);
+    return code;
 }
 
+/* Returns 0, or an error code if the recipe does not exist or cannot train such a model. */
 static int make_forecast(const struct plan *plan, const struct lm_config *shape, const char *recipe, struct forecast *f)
 {
     struct run_config config = {.recipe = recipe, .gradients = plan->gradients};
+    halfstep_forecast all = {.struct_size = sizeof all};
+    double gradients;
     memset(f, 0, sizeof *f);
     snprintf(f->recipe, sizeof f->recipe, "%s", recipe);
     run_config_settle(&config);
     f->gradients = config.gradients;
-    double bytes = format_named(f->gradients).code_bits / 8.0;
-    int bad = shape ? add_shape(shape, f, bytes, plan->release, plan->store) : add_params(plan, f, bytes);
-    f->total = f->weights + f->gradient_bytes + (plan->store ? f->buffers : f->extras + f->states);
-    return bad;
+    const int code =
+        shape ? add_shape(shape, f, plan->release, &all, &gradients) : add_params(plan, f, &all, &gradients);
+    if (code) return code;
+    const double scale = shape ? 1 : plan->params / (double)all.elements;
+    f->weights = scale * (double)all.weights;
+    f->extras = scale * (double)all.weight_extras;
+    f->states = scale * (double)all.states;
+    f->gradient_bytes = scale * gradients;
+    f->half = scale * (double)all.stored;
+    f->read = scale * (double)all.read;
+    f->written = scale * (double)all.written;
+    if (plan->store) f->buffers = fmin((double)all.memory, f->half);
+    const uint64_t kept = all.weights + (plan->store ? 0 : all.weight_extras + all.states);
+    f->total = scale * ((double)kept + gradients) + f->buffers;
+    return HALFSTEP_OK;
 }
 
 /* ---- Which recipes ----------------------------------------------------------------------------------------------- */
@@ -228,10 +200,10 @@ static int fits(const struct plan *plan, const struct forecast *f)
 
 static void put_store(struct document *d, json_t *object, const struct plan *plan, const struct forecast *f)
 {
-    put_integer(d, object, "disk_bytes", (int64_t)(2 * f->half));
-    put_integer(d, object, "memory_bytes", (int64_t)f->buffers);
-    put_integer(d, object, "read_bytes", (int64_t)f->read);
-    put_integer(d, object, "written_bytes", (int64_t)f->written);
+    put_integer(d, object, "disk_bytes", (int64_t)(2 * f->half + 0.5));
+    put_integer(d, object, "memory_bytes", (int64_t)(f->buffers + 0.5));
+    put_integer(d, object, "read_bytes", (int64_t)(f->read + 0.5));
+    put_integer(d, object, "written_bytes", (int64_t)(f->written + 0.5));
     put_number(d, object, "step_seconds", plan->bandwidth > 0 ? disk_seconds(plan, f) : NAN);
     put_number(d, object, "terabytes_a_day", terabytes_a_day(plan, f));
 }
@@ -473,8 +445,11 @@ static int plan_all(struct args *args, void *options)
     double params = shaped ? (double)lm_parameter_count(&shape) : plan->params;
     struct forecast *list = calloc(CAPACITY, sizeof *list);
     if (!list) return failure("plan", "out of memory");
-    for (int i = 0; i < plan->recipes.n; i++)
-        if (make_forecast(plan, shaped ? &shape : NULL, plan->recipes.item[i], &list[n]) == 0) n++;
+    for (; n < plan->recipes.n; n++)
+        if (make_forecast(plan, shaped ? &shape : NULL, plan->recipes.item[n], &list[n])) {
+            free(list);
+            return failure("plan", "%s", halfstep_error_detail(NULL));
+        }
     if (plan->recipes.n == 0) {
         struct listing listing = {plan, shaped ? &shape : NULL, list, 0, CAPACITY};
         list_recipes(&listing);

@@ -3,6 +3,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "base/patterns.h"
 #include "base/scale.h"
 #include "tables/layout.h"
 
@@ -251,34 +252,6 @@ int hstep_describe_fused(halfstep_optimizer *o, const halfstep_optimizer *asking
 
 /* ---- Values ---- */
 
-/* Returns an fp32 pattern: most have magnitudes of 2^-4 to 2^-19; others are larger, smaller, subnormal, zero, or
- * powers of two. */
-static uint32_t pattern(uint64_t r)
-{
-    const uint32_t sign = (uint32_t)(r >> 63) << 31, mantissa = (uint32_t)(r >> 32) & 0x7fffff;
-    switch (r & 63) {
-    case 0: return sign;
-    case 1: return sign | mantissa >> (r >> 8 & 15);
-    case 2: return sign | (uint32_t)(67 + (r >> 8 & 31)) << 23 | mantissa;
-    case 3: return sign | (uint32_t)(127 + (r >> 8 & 7)) << 23 | mantissa;
-    case 4: return sign | (uint32_t)(123 - (r >> 8 & 15)) << 23;
-    default: return sign | (uint32_t)(123 - (r >> 8 & 15)) << 23 | mantissa;
-    }
-}
-
-/* Returns an fp16 pattern of the same kinds, as far as its range goes. */
-static uint16_t half_pattern(uint64_t r)
-{
-    const uint16_t sign = (uint16_t)(r >> 63 << 15), mantissa = (uint16_t)(r >> 32 & 0x3ff);
-    switch (r & 63) {
-    case 0: return sign;
-    case 1: return sign | mantissa;
-    case 3: return (uint16_t)(sign | (15 + (r >> 8 & 7)) << 10 | mantissa);
-    case 4: return (uint16_t)(sign | (4 + (r >> 8 & 7)) << 10);
-    default: return (uint16_t)(sign | (4 + (r >> 8 & 7)) << 10 | mantissa);
-    }
-}
-
 /* Fills a packed weight: scales and codes of any size, and 0 beyond the end of a row. */
 static void fill_packed(char *data, const struct hstep_tensor *t, const struct hstep_format *f, uint64_t seed,
                         int largest)
@@ -286,7 +259,7 @@ static void fill_packed(char *data, const struct hstep_tensor *t, const struct h
     const int64_t blocks = hstep_blocks_per_row(t, t->slot[HALFSTEP_SLOT_WEIGHT].format);
     for (int64_t b = 0; b < t->n_rows * blocks; b++, data += hstep_packed_bytes(f)) {
         const uint64_t r = hstep_mix(hstep_mix((uint64_t)b * UINT64_C(0x9e3779b97f4a7c15) + seed) + t->id);
-        const uint32_t scale = largest && b % 7 == 3 ? 0x7b800000 : pattern(r) & 0x7fffffff;
+        const uint32_t scale = largest && b % 7 == 3 ? 0x7b800000 : hstep_pattern(r) & 0x7fffffff;
         hstep_scale_store(HSTEP_SCALE_BF16, data, 0, scale);
         for (int64_t i = 0; i < f->block; i++) {
             const int code = (int)(hstep_mix(r + (uint64_t)i) % 255) - 127;
@@ -313,8 +286,8 @@ void hstep_fill_case(char *data, const halfstep_optimizer *o, int tensor, int sl
     for (int64_t i = 0; i < n; i++) {
         const uint64_t r = hstep_mix(hstep_mix((uint64_t)i * UINT64_C(0x9e3779b97f4a7c15) + seed) + (uint64_t)tensor);
         const uint32_t zero = slot == HALFSTEP_SLOT_GRADIENT && (i / 32 + (int64_t)seed) % 11 == 0;
-        uint32_t bits = zero ? 0 : pattern(r);
-        uint16_t code = half ? zero ? 0 : half_pattern(r) : (uint16_t)(bits >> 16);
+        uint32_t bits = zero ? 0 : hstep_pattern(r);
+        uint16_t code = half ? zero ? 0 : hstep_half_pattern(r) : (uint16_t)(bits >> 16);
         if (largest && i % 61 == 7) {
             bits = (bits & 0x80000000) | 0x7f7fffff;
             code = (uint16_t)((code & 0x8000) | (half ? 0x7bff : 0x7f7f));

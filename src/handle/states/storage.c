@@ -54,14 +54,14 @@ static int64_t rows_of_multiple(const struct hstep_tensor *t, int64_t n)
     return n / a;
 }
 
-/* Returns the rows of a piece of a laid out tensor, or 0 if the tensor is one piece. States in blocks of the flattened
- * tensor are cut where a block begins, and with sums where a tile of the sum begins (hstep_summed_of()). Cuts at tiles
- * also spare partial units, so they are preferred anyway. */
-static int64_t rows_per_piece(const struct hstep_tensor *t, uint64_t piece_bytes)
+/* States in blocks of the flattened tensor are cut where a block begins, and with sums where a tile of the sum begins
+ * (hstep_summed_of()). Cuts at tiles also spare partial units, so they are preferred anyway. */
+int64_t hstep_piece_rows(const struct hstep_tensor *t, uint64_t piece_bytes)
 {
     const int64_t tile = rows_of_multiple(t, HSTEP_TILE);
     int64_t unit = 1;
     uint64_t bytes = 0;
+    if (!piece_bytes) piece_bytes = DEFAULT_PIECE_BYTES;
     if (t->matrix || t->pairs || t->n_rows < 2 || !t->n_columns) return 0;
     for (struct hstep_cursor c = {0}; hstep_next_stream(t, &c);) bytes += c.bytes;
     for (int s = HALFSTEP_SLOT_STATE; s < HSTEP_SLOTS; s++) {
@@ -82,7 +82,7 @@ static int64_t rows_per_piece(const struct hstep_tensor *t, uint64_t piece_bytes
     return rows < t->n_rows ? rows : 0;
 }
 
-static int64_t count_pieces(const struct hstep_tensor *t, int64_t rows)
+int64_t hstep_count_pieces(const struct hstep_tensor *t, int64_t rows)
 {
     return rows ? (t->n_rows + rows - 1) / rows : 1;
 }
@@ -94,7 +94,7 @@ int64_t halfstep_piece_count(const halfstep_optimizer *o)
     if (o->storage) return o->storage->n_pieces;
     for (int i = 0; i < o->n_tensors; i++) {
         const struct hstep_tensor t = hstep_laid_out(o, i);
-        n += count_pieces(&t, rows_per_piece(&t, DEFAULT_PIECE_BYTES));
+        n += hstep_count_pieces(&t, hstep_piece_rows(&t, 0));
     }
     return n;
 }
@@ -117,7 +117,7 @@ int halfstep_get_piece(const halfstep_optimizer *o, int64_t number, halfstep_pie
     if (o->storage) p = hstep_describe_bound(o, number);
     for (int i = 0; i < o->n_tensors && !o->storage; i++) {
         const struct hstep_tensor t = hstep_laid_out(o, i);
-        const int64_t rows = rows_per_piece(&t, DEFAULT_PIECE_BYTES), n = count_pieces(&t, rows), first = number * rows;
+        const int64_t rows = hstep_piece_rows(&t, 0), n = hstep_count_pieces(&t, rows), first = number * rows;
         if (number < n) {
             p = hstep_describe(&t, i, first, rows && rows < t.n_rows - first ? rows : t.n_rows - first, 1);
             break;
@@ -127,7 +127,17 @@ int halfstep_get_piece(const halfstep_optimizer *o, int64_t number, halfstep_pie
     return hstep_give_struct(info, &p, sizeof p) ? HALFSTEP_OK : hstep_fail_struct(o, __func__, info);
 }
 
-uint64_t hstep_space_of(const struct hstep_stored_piece *p) { return padded(p->state_bytes + p->weight_bytes, PAGE); }
+uint64_t hstep_piece_space(uint64_t bytes) { return padded(bytes, PAGE); }
+
+uint64_t hstep_space_of(const struct hstep_stored_piece *p)
+{
+    return hstep_piece_space(p->state_bytes + p->weight_bytes);
+}
+
+uint64_t hstep_least_memory(uint64_t largest, uint64_t all, uint64_t piece_bytes)
+{
+    return least(HSTEP_BUFFERS * most(largest, piece_bytes ? piece_bytes : DEFAULT_PIECE_BYTES), all);
+}
 
 /* ---- Binding ---- */
 
@@ -151,7 +161,7 @@ static void list_pieces(const halfstep_optimizer *o, struct hstep_storage *st)
     struct hstep_stored_piece *p = st->pieces;
     for (int i = 0; i < o->n_tensors; i++) {
         const struct hstep_tensor *t = &o->tensors[i];
-        const int64_t n = count_pieces(t, t->piece_rows);
+        const int64_t n = hstep_count_pieces(t, t->piece_rows);
         st->first_piece[i] = p - st->pieces;
         for (int64_t j = 0; j < n; j++, p++) {
             const int64_t first = j * t->piece_rows, rows = j + 1 < n ? t->piece_rows : t->n_rows - first;
@@ -201,8 +211,7 @@ static int place_pieces(const halfstep_optimizer *o, struct hstep_storage *st)
         largest = most(largest, hstep_space_of(&st->pieces[i]));
         all += hstep_space_of(&st->pieces[i]);
     }
-    const uint64_t memory =
-        st->table.memory ? st->table.memory : least(HSTEP_BUFFERS * most(largest, piece_bytes), all);
+    const uint64_t memory = st->table.memory ? st->table.memory : hstep_least_memory(largest, all, piece_bytes);
     if (memory < all && memory < HSTEP_BUFFERS * largest)
         return hstep_fail(o, HALFSTEP_ERROR_RANGE,
                           "memory of %llu bytes is too little for the storage; three pieces need %llu, all %llu",
@@ -240,7 +249,7 @@ void hstep_clear_addresses(halfstep_optimizer *o, int first, int n)
 static int open_storage(const halfstep_optimizer *o, struct hstep_storage *st)
 {
     const size_t count = (size_t)o->n_tensors + 1;
-    for (int i = 0; i < o->n_tensors; i++) st->n_pieces += count_pieces(&o->tensors[i], o->tensors[i].piece_rows);
+    for (int i = 0; i < o->n_tensors; i++) st->n_pieces += hstep_count_pieces(&o->tensors[i], o->tensors[i].piece_rows);
     st->pieces = calloc((size_t)st->n_pieces + 1, sizeof *st->pieces);
     st->rounds = calloc((size_t)st->n_pieces + 1, sizeof *st->rounds);
     st->first_piece = calloc(count, sizeof *st->first_piece);
@@ -258,7 +267,7 @@ static int cut_pieces(halfstep_optimizer *o, uint64_t piece_bytes)
 {
     for (int i = 0; i < o->n_tensors; i++) {
         const struct hstep_tensor t = hstep_laid_out(o, i);
-        o->tensors[i].piece_rows = rows_per_piece(&t, piece_bytes ? piece_bytes : DEFAULT_PIECE_BYTES);
+        o->tensors[i].piece_rows = hstep_piece_rows(&t, piece_bytes);
     }
     return o->settled ? hstep_cut_again(o) : hstep_settle(o);
 }

@@ -48,11 +48,19 @@ struct hstep_range {
 };
 /* Returns where a piece has the codes of a slot, or its extra stream. */
 struct hstep_range hstep_range_of(const halfstep_piece *p, int slot, int extra);
+/* Returns the rows of a piece of a laid out tensor, or 0 if the tensor is one piece. piece_bytes 0: the default. */
+int64_t hstep_piece_rows(const struct hstep_tensor *t, uint64_t piece_bytes);
+/* Returns the number of pieces of so many rows. */
+int64_t hstep_count_pieces(const struct hstep_tensor *t, int64_t rows);
 /* Describes the piece of some rows. Rows that are not all rows belong to a tensor that may be cut. */
 halfstep_piece hstep_describe(const struct hstep_tensor *t, int tensor, int64_t first_row, int64_t n_rows, int weights);
 
 /* Describes piece number `number` of the storage. */
 halfstep_piece hstep_describe_bound(const halfstep_optimizer *o, int64_t number);
+/* Returns the bytes of memory that a piece of so many bytes takes. */
+uint64_t hstep_piece_space(uint64_t bytes);
+/* Returns the memory of pieces that is enough, by the space of the largest piece and of all. */
+uint64_t hstep_least_memory(uint64_t largest, uint64_t all, uint64_t piece_bytes);
 /* Returns the bytes of memory that a piece takes. */
 uint64_t hstep_space_of(const struct hstep_stored_piece *p);
 /* Takes the addresses from all streams that are in pieces. */

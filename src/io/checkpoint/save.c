@@ -1,5 +1,5 @@
-/* Saving checkpoints. A generation is made under a temporary name, and the pointer is replaced last. What each step of a
- * save guarantees is in docs/checkpoints.md. */
+/* Saving checkpoints. A generation is made under a temporary name, and the pointer is replaced last. What each step of
+ * a save guarantees is in docs/checkpoints.md. */
 #include "base/structs.h"
 #include "io/checkpoint/directory.h"
 #include "io/files.h"

@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/patterns.h"
 #include "base/rng.h"
 #include "common/hash.h"
 
@@ -290,39 +291,10 @@ static uint64_t random_at(int tensor, int step, int64_t element)
                      (uint64_t)tensor);
 }
 
-/* Returns an fp32 pattern. Most have magnitudes of 2^-4 .. 2^-19. Some are far larger or smaller, subnormals, or zeros
- * of both signs. */
-static uint32_t pattern(uint64_t r)
-{
-    uint32_t sign = (uint32_t)(r >> 63) << 31, mantissa = (uint32_t)(r >> 32) & 0x7fffff;
-    switch (r & 63) {
-    case 0: return 0;
-    case 1: return 0x80000000u;
-    case 2: return sign | mantissa >> (r >> 8 & 15);
-    case 3: return sign | (uint32_t)(67 + (r >> 8 & 31)) << 23 | mantissa;
-    case 4: return sign | (uint32_t)(127 + (r >> 8 & 7)) << 23 | mantissa;
-    case 5: return sign | (uint32_t)(123 - (r >> 8 & 15)) << 23;
-    default: return sign | (uint32_t)(123 - (r >> 8 & 15)) << 23 | mantissa;
-    }
-}
-
-/* Returns an fp16 pattern with the same mixture, as far as its range goes. */
-static uint16_t half_pattern(uint64_t r)
-{
-    uint16_t sign = (uint16_t)(r >> 63 << 15), mantissa = (uint16_t)(r >> 32 & 0x3ff);
-    switch (r & 63) {
-    case 0: return 0;
-    case 1: return 0x8000;
-    case 2: return (uint16_t)(sign | mantissa);
-    case 4: return (uint16_t)(sign | (15 + (r >> 8 & 7)) << 10 | mantissa);
-    default: return (uint16_t)(sign | (11 - (r >> 8 & 7)) << 10 | mantissa);
-    }
-}
-
 static float weight_at(int tensor, int64_t element)
 {
     uint64_t r = random_at(tensor, -1, element);
-    uint32_t bits = pattern(r);
+    uint32_t bits = hstep_pattern(r);
     /* Some weights are the largest finite numbers, because rounding must not take them to infinity. None are in the
      * group with l2 decay, which would square them. */
     if (!strcmp(shapes[tensor].name, "rows.33") && r % 61 == 7) bits = (bits & 0x80000000u) | 0x7f7fffff;
@@ -348,9 +320,9 @@ static void make_gradient(int tensor, int step, const char *format, void *out)
         uint64_t r = random_at(tensor, step, i);
         int zero = (i / 32 + step) % 11 == 0; /* some blocks have no gradient, and other ones in the next step */
         int bad = step == NONFINITE_STEP && i == n - 1 && !strcmp(shapes[tensor].name, "rows.300");
-        uint32_t bits = bad ? 0x7fc00000u : zero ? 0 : pattern(r);
+        uint32_t bits = bad ? 0x7fc00000u : zero ? 0 : hstep_pattern(r);
         uint16_t code = (uint16_t)(bits >> 16);
-        if (half) code = bad ? 0x7e00 : zero ? 0 : half_pattern(r);
+        if (half) code = bad ? 0x7e00 : zero ? 0 : hstep_half_pattern(r);
         if (f32) memcpy((char *)out + 4 * i, &bits, 4);
         else memcpy((char *)out + 2 * i, &code, 2);
     }
