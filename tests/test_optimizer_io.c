@@ -610,6 +610,8 @@ static const refusal refusals[] = {
     CORRUPT("skipped_steps", "00"),
     CORRUPT("group.1.steps", "03"),
     CORRUPT("scalars.norm.weight", "else 1"),
+    CORRUPT("scalars.linear", "exp_avg_sq.grid 1 max_exp_avg_sq.grid 1 max_exp_avg_sq.grid 1"),
+    CORRUPT("scalars.linear", "exp_avg_sq.grid 1 exp_avg.grid 1"),
     CORRUPT("group.0.beta1", "0,9"),
     CORRUPT("group.0.beta1", ""),
     {META("group.1.decay", "rotten"), MISMATCH, "group.1.decay is rotten"},
@@ -652,6 +654,7 @@ static const refusal refusals[] = {
     {META("group.7.beta1", "3"), 0, ""},
     {META("recipe.linear", "adamw/bf16-sr/int8+int8"), 0, ""},
     {META("missing", NULL), 0, ""},
+    {META("scalars.linear", "exp_avg_sq.grid 1 max_exp_avg_sq.grid 1"), 0, ""},
 };
 
 /* States in single precision, scales over the flattened tensor, and packed weights. */

@@ -72,34 +72,32 @@ static int read_counters(const loading *l, tensor_record *t)
     return HALFSTEP_OK;
 }
 
-/* Takes the name of a grid that this optimizer does not have, because a hyper-parameter leaves its state out. If the
- * file has the state itself, that is refused later, by the name of the state. */
-static int take_other_grid(const char **text, const halfstep_rule_info *rule)
+/* Takes the name of a grid that this optimizer does not have, because a hyper-parameter leaves its state out. Returns
+ * the number of the state, or -1. If the file has the state itself, that is refused later, by the name of the state. */
+static int32_t take_other_grid(const char **text, const halfstep_rule_info *rule)
 {
     for (int32_t i = 0; i < rule->states; i++) {
         char name[sizeof((scalar_record *)0)->name];
         if (rule->state_role[i] != HALFSTEP_ROLE_NONNEG) continue;
         snprintf(name, sizeof name, "%s.grid", rule->state_name[i]);
-        if (take_word(text, name)) return 1;
+        if (take_word(text, name)) return i;
     }
-    return 0;
+    return -1;
 }
 
 /* Parses "NAME VALUE NAME VALUE ..." and returns 1 if it took all of the text. A name may come once at most. Sets bit i
- * of *found for scalar i. */
+ * of *found for scalar i, and one behind them for a grid that is not here. */
 static int parse_scalars(const char *text, const halfstep_rule_info *rule, tensor_record *t, unsigned *found)
 {
     *found = 0;
     while (*text) {
-        int32_t i = 0;
+        int32_t i = 0, other = 0;
         double value;
         while (i < t->scalars && !take_word(&text, t->scalar[i].name)) i++;
-        if (i == t->scalars ? !take_other_grid(&text, rule) : (int)(*found >> i & 1)) return 0;
-        if (!hstep_read_double(&text, &value)) return 0;
-        if (i < t->scalars) {
-            *hstep_scalar_of(t, i, IN_FILE) = value;
-            *found |= 1u << i;
-        }
+        if (i == t->scalars) other = take_other_grid(&text, rule);
+        if (other < 0 || (*found >> (i + other) & 1) || !hstep_read_double(&text, &value)) return 0;
+        if (i < t->scalars) *hstep_scalar_of(t, i, IN_FILE) = value;
+        *found |= 1u << (i + other);
         if (*text == ' ' && text[1]) text++;
         else if (*text) return 0;
     }
@@ -121,7 +119,7 @@ static int read_scalars(const loading *l, tensor_record *t)
     if ((!text && needed) || (text && !parse_scalars(text, &l->record->groups[t->info.group].rule, t, &found)) ||
         (found & needed) != needed)
         return hstep_fail_value(l, "scalars.", t->info.name);
-    t->lacks_grid = found != all;
+    t->lacks_grid = (found & all) != all;
     return HALFSTEP_OK;
 }
 
