@@ -1,7 +1,7 @@
 /* Fuzzes the bytes of weights, residuals, states and scales, which checkpoints and state_dicts bring in. Decoding them
  * and stepping on them must stay inside its memory. All instruction sets must give the same bits.
  *
- * The first bytes of an input choose rule, formats, shape and hyper-parameters. The rest fills the streams. When it is
+ * The first bytes of an input choose rule, formats, shape and hyper-parameters. The rest fills the planes. When it is
  * used up, pseudo-random numbers go on, which depend on the whole input. Without libFuzzer the rounds go through all
  * rules and formats in turn. */
 #define FUZZ_NAME "fuzz_states"
@@ -12,7 +12,7 @@
 
 #include "halfstep.h"
 
-enum { MAX_STATES = HALFSTEP_MAX_STATES, MAX_ISAS = 8, MAX_STREAMS = 4 + 2 * MAX_STATES, HEAD = 12 };
+enum { MAX_STATES = HALFSTEP_MAX_STATES, MAX_ISAS = 8, MAX_PLANES = 4 + 2 * MAX_STATES, HEAD = 12 };
 
 struct input {
     const uint8_t *data;
@@ -52,20 +52,20 @@ static void fill(struct input *in, uint8_t *bytes, size_t count)
 /* An optimizer and all its memory, for one instruction set. */
 struct subject {
     halfstep_optimizer *optimizer;
-    uint8_t *stream[MAX_STREAMS];
-    uint64_t bytes[MAX_STREAMS];
-    int streams;
+    uint8_t *plane[MAX_PLANES];
+    uint64_t bytes[MAX_PLANES];
+    int planes;
     uint8_t *weight, *gradient;
     int64_t elements;
 };
 
-static uint8_t *add_stream(struct subject *s, uint64_t bytes)
+static uint8_t *add_plane(struct subject *s, uint64_t bytes)
 {
-    /* One allocation of exact size for each stream, so that AddressSanitizer sees the bytes before and after it. */
+    /* One allocation of exact size for each plane, so that AddressSanitizer sees the bytes before and after it. */
     uint8_t *memory = malloc(bytes ? bytes : 1);
-    demand(memory && s->streams < MAX_STREAMS, "no memory");
-    s->bytes[s->streams] = bytes;
-    return s->stream[s->streams++] = memory;
+    demand(memory && s->planes < MAX_PLANES, "no memory");
+    s->bytes[s->planes] = bytes;
+    return s->plane[s->planes++] = memory;
 }
 
 static int format_with(int32_t role, unsigned choice, char *name, size_t room)
@@ -115,7 +115,7 @@ static void must(const struct subject *s, int code, const char *what)
     demand(0, "a call fails that may not");
 }
 
-/* Zeros the streams of every slot that holds an infinity or a NaN. */
+/* Zeros the planes of every slot that holds an infinity or a NaN. */
 static void tame(struct subject *s)
 {
     halfstep_slot_info slot = {.struct_size = sizeof slot};
@@ -137,7 +137,7 @@ static void tame(struct subject *s)
     }
 }
 
-/* Makes the optimizer and fills its streams. Returns 0 if the shape does not go with the recipe. */
+/* Makes the optimizer and fills its planes. Returns 0 if the shape does not go with the recipe. */
 static int make_subject(struct subject *s, struct input in, const char *isa, const char *recipe)
 {
     static const char *const gradient_formats[] = {"f32", "bf16", "f16"};
@@ -199,8 +199,8 @@ static int make_subject(struct subject *s, struct input in, const char *isa, con
     s->elements = tensor.rows * tensor.row_length;
     for (int i = 0; i < HALFSTEP_SLOT_STATE + MAX_STATES; i++) {
         if (halfstep_get_slot_info(s->optimizer, 0, i, &slot) || slot.format < 0) continue;
-        uint8_t *code = add_stream(s, slot.code_bytes),
-                *extra = slot.extra_bytes ? add_stream(s, slot.extra_bytes) : NULL;
+        uint8_t *code = add_plane(s, slot.code_bytes),
+                *extra = slot.extra_bytes ? add_plane(s, slot.extra_bytes) : NULL;
         fill(&in, code, slot.code_bytes);
         if (extra) fill(&in, extra, slot.extra_bytes);
         if (i == HALFSTEP_SLOT_WEIGHT) s->weight = code;
@@ -213,7 +213,7 @@ static int make_subject(struct subject *s, struct input in, const char *isa, con
     if (next_byte(&in) % 2) tame(s);
     /* Most inputs should make a step, so most gradients are small numbers. */
     if (next_byte(&in) % 4 && !rule.raw_gradient) {
-        uint64_t bytes = s->gradient ? s->bytes[1 + (s->stream[1] != s->gradient)] : 0;
+        uint64_t bytes = s->gradient ? s->bytes[1 + (s->plane[1] != s->gradient)] : 0;
         for (uint64_t i = 0; i < bytes; i++)
             if (i % 2) s->gradient[i] = (uint8_t)((s->gradient[i] & 0x80) | 0x3a);
     }
@@ -281,7 +281,7 @@ static void read_all(struct subject *s, int which, int write)
     free(plain);
 }
 
-/* Makes every call that reads or writes the streams. */
+/* Makes every call that reads or writes the planes. */
 static void use_subject(struct subject *s, int which, int steps)
 {
     void *weights[1] = {s->weight};
@@ -327,7 +327,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
         int made = make_subject(&s, in, halfstep_isa_name(isa), recipe);
         if (made) use_subject(&s, which, steps);
         halfstep_destroy(s.optimizer);
-        for (int i = 0; i < s.streams; i++) free(s.stream[i]);
+        for (int i = 0; i < s.planes; i++) free(s.plane[i]);
         if (!made) return 0;
         if (which)
             for (size_t i = 0; i < outcome_count[0]; i++) {

@@ -37,7 +37,7 @@
  * *recipe* names both: "rule/weight format/state format", with "+" between the formats of several states
  * ("adamw/bf16-sr/int8+bf16-sr"). Parts left out take defaults. Weights are f32. States have the rule's own default
  * formats if it has any, otherwise f32 beside f32 weights and bf16-sr beside others. A *slot* is one stored tensor of a
- * parameter: its weight, its gradient, each of its states. A slot may have a second stream of bytes, its *extra*: the
+ * parameter: its weight, its gradient, each of its states. A slot may have a second plane of bytes, its *extra*: the
  * Kahan residual, the error code, or the scales of a block format.
  *
  * ERRORS. Every function that can fail returns int: HALFSTEP_OK, or a negative code below. halfstep_strerror() says
@@ -281,7 +281,7 @@ typedef struct halfstep_slot_info {
     int32_t format;            /* row of halfstep_get_format_info(); -1: this slot stores nothing */
     const char *name;          /* "weight", "gradient", or the state's name, e.g. "exp_avg" */
     uint64_t code_bytes;       /* of the part held here */
-    uint64_t extra_bytes;      /* likewise, of the extra stream */
+    uint64_t extra_bytes;      /* likewise, of the extra plane */
     int64_t blocks_per_row;    /* of the part held here, for block formats of geometry ROWS */
     int32_t fell_back;         /* 1: rows are too short, or dimensions too few, for the block format of the recipe */
     int32_t grid;              /* 1: stored on a grid: halfstep_record.grid */
@@ -298,7 +298,7 @@ HALFSTEP_API int halfstep_get_slot_info(const halfstep_optimizer *optimizer, int
                                         halfstep_slot_info *info);
 
 /* Writes to *bytes how much memory halfstep_bind_states() needs. That holds all that is stored beside weights and
- * gradients: states, their scales, residuals and error codes. Every stream starts on 64 bytes. */
+ * gradients: states, their scales, residuals and error codes. Every plane starts on 64 bytes. */
 HALFSTEP_API int halfstep_state_bytes(halfstep_optimizer *optimizer, uint64_t *bytes);
 /* Binds the states to memory and sets them to their initial values: zero bytes, and evenly spread error codes of packed
  * weights (docs/formats.md). The memory is aligned to 64 bytes, has at least halfstep_state_bytes(), and stays the
@@ -484,7 +484,7 @@ HALFSTEP_API int halfstep_read_average(const halfstep_optimizer *optimizer, int3
                                        int64_t first_row, int64_t n_rows, float *out);
 
 /* Adds up the bytes held here for the whole optimizer. *weights and *gradients are the bytes of their codes,
- * *weight_extras the extra streams of weights. *states are the states with their scales and, once the states exist, the
+ * *weight_extras the extra planes of weights. *states are the states with their scales and, once the states exist, the
  * workspace for matrices (muon). *fell_back is the number of tensors that fell back from a block format. Any pointer
  * may be NULL. */
 HALFSTEP_API int halfstep_memory(const halfstep_optimizer *optimizer, uint64_t *weights, uint64_t *gradients,
@@ -502,7 +502,7 @@ HALFSTEP_API int halfstep_memory(const halfstep_optimizer *optimizer, uint64_t *
 #define HALFSTEP_GEOMETRY_ROWS   0 /* a run of elements within a row; the last of a row may be short */
 #define HALFSTEP_GEOMETRY_FLAT   1 /* a run of elements of the flattened tensor, whole runs only */
 #define HALFSTEP_GEOMETRY_TENSOR 2 /* the whole tensor */
-#define HALFSTEP_GEOMETRY_PACKED 3 /* of weights: as ROWS, but the scale lies before its codes in the main stream, and
+#define HALFSTEP_GEOMETRY_PACKED 3 /* of weights: as ROWS, but the scale lies before its codes in the main plane, and
                                       codes of elements beyond the end of a row are stored as 0 */
 
 /* Extents of a state: what it has a number for. Vectors are fp32 in every recipe. Only matrices have them: tensors of
@@ -548,14 +548,14 @@ typedef struct halfstep_format_info {
     const char *name;
     const char *title;
     int32_t roles;          /* sum of HALFSTEP_ROLE_* that it may serve */
-    int32_t code_bits;      /* bits per element of the main stream */
-    int32_t extra_bits;     /* bits per element of the extra stream (Kahan residual, error code), or 0. PACKED formats
+    int32_t code_bits;      /* bits per element of the main plane */
+    int32_t extra_bits;     /* bits per element of the extra plane (Kahan residual, error code), or 0. PACKED formats
                                store it for whole blocks */
     int32_t block;          /* elements that share one scale, or 0 */
     int32_t scale_bytes;    /* bytes of one scale, or 0 */
     int32_t stochastic;     /* 1: its writes consume random bits */
-    const char *code_dtype; /* safetensors dtype of the main stream, e.g. "BF16"; "U8" holds two 4-bit codes */
-    const char *extra_dtype;/* of the extra stream (residuals, error codes, scales), or NULL */
+    const char *code_dtype; /* safetensors dtype of the main plane, e.g. "BF16"; "U8" holds two 4-bit codes */
+    const char *extra_dtype;/* of the extra plane (residuals, error codes, scales), or NULL */
     int32_t geometry;       /* HALFSTEP_GEOMETRY_*, for block formats */
     int32_t grid;           /* 1: second moments are stored on a grid that decays with them: halfstep_record.grid */
 } halfstep_format_info;
@@ -606,7 +606,7 @@ typedef struct halfstep_forecast {
     uint64_t weights, gradients, weight_extras, states; /* as halfstep_memory() counts them before the states exist */
     uint64_t workspace;         /* for matrices on the processor, which halfstep_memory() then counts with the states */
     uint64_t largest_gradient;  /* of one tensor */
-    uint64_t largest_states;    /* of one tensor, with the extra stream of its weight */
+    uint64_t largest_states;    /* of one tensor, with the extra plane of its weight */
     /* With states in storage, such as a file (halfstep_store_create()): */
     uint64_t pieces;            /* their number */
     uint64_t stored;            /* all pieces, each in whole pages of 4096 bytes. A file has them twice, with its header
@@ -758,16 +758,16 @@ HALFSTEP_API int halfstep_bind_slot(halfstep_optimizer *optimizer, int32_t tenso
 
 /* States in storage: a file, or whatever else lies behind a table of functions, in place of memory. A step brings them
  * into memory piece by piece, works on them, and writes them back. A piece is one range of bytes: the states of a
- * tensor, or of some rows of a large one. Its streams follow one another, each on 64 bytes: the extra stream of the
- * weight, then codes and extra stream of each state, in the order of the slots. The codes of the weight come last.
+ * tensor, or of some rows of a large one. Its planes follow one another, each on 64 bytes: the extra plane of the
+ * weight, then codes and extra plane of each state, in the order of the slots. The codes of the weight come last.
  * Every tensor has at least one piece. Pieces of 0 bytes are neither read nor written. */
 typedef struct halfstep_piece {
     uint32_t struct_size;         /* sizeof(halfstep_piece) */
     int32_t tensor;
     int64_t first_row, n_rows;    /* rows of the part held here */
-    uint64_t state_bytes;         /* of the streams with their padding: where the weight begins */
+    uint64_t state_bytes;         /* of the planes with their padding: where the weight begins */
     uint64_t weight_bytes;        /* 0 if the storage takes no weights */
-    /* Where the streams of each slot lie. 0 bytes: nothing is stored. The codes of WEIGHT are at state_bytes. */
+    /* Where the planes of each slot lie. 0 bytes: nothing is stored. The codes of WEIGHT are at state_bytes. */
     struct {
         uint64_t code_offset, code_bytes, extra_offset, extra_bytes;
     } slot[2 + HALFSTEP_MAX_STATES];
@@ -824,9 +824,9 @@ HALFSTEP_API int64_t halfstep_piece_count(const halfstep_optimizer *optimizer);
 HALFSTEP_API int halfstep_get_piece(const halfstep_optimizer *optimizer, int64_t piece, halfstep_piece *info);
 /* Writes the initial value of every piece, and flushes. weights may be NULL if the storage takes none. */
 HALFSTEP_API int halfstep_write_initial(halfstep_optimizer *optimizer, void *const *weights);
-/* Read or write some bytes of a stream of a state or a weight, wherever they are. extra: 0 codes, 1 the extra stream.
+/* Read or write some bytes of a plane of a state or a weight, wherever they are. extra: 0 codes, 1 the extra plane.
  * The codes of a weight are those that the storage holds. Bytes are taken as they are. What is written, also by
- * halfstep_write_slot(), becomes current with the next flush. Errors: RANGE for bytes beyond the stream, ARGUMENT for
+ * halfstep_write_slot(), becomes current with the next flush. Errors: RANGE for bytes beyond the plane, ARGUMENT for
  * codes of a gradient, or of a weight that is not in a storage. */
 HALFSTEP_API int halfstep_read_bytes(const halfstep_optimizer *optimizer, int32_t tensor, int32_t slot, int32_t extra,
                                      uint64_t first, uint64_t bytes, void *out);
@@ -893,7 +893,7 @@ HALFSTEP_API const char *halfstep_isa_warning(void);
 HALFSTEP_API void halfstep_cpu_features(char *text, size_t size);
 
 /* Writes n raw 32-bit words of a generator ("lattice", "mixer", "philox7") to out, for statistical testers. They begin
- * at pair `first` of the stream (seed, id, write, slot). "lattice" gives the words of element formats. `write` then
+ * at pair `first` of the strand (seed, id, write, slot). "lattice" gives the words of element formats. `write` then
  * counts the writes of the slot itself (below 2^63), and words of one element are related within 256 of them. Errors:
  * NAME. */
 HALFSTEP_API int halfstep_random_words(const char *generator, uint64_t seed, uint64_t id, uint64_t write, int32_t slot,

@@ -1,6 +1,6 @@
-/* Loads libraries at run time, as Python does: load HALFSTEP FUNCTIONS [HALFSTEP_IO FUNCTIONS], where FUNCTIONS is a file
- * with a name a line. Fails if a function is missing, or if halfstep is not of the header that this was compiled with.
- * Fails if halfstep_io uses another copy of it. Prints what the library says of itself and of GPUs. */
+/* Loads libraries at run time, as Python does: load HALFSTEP FUNCTIONS [HALFSTEP_IO FUNCTIONS], where FUNCTIONS is a
+ * file with a name a line. Fails if a function is missing, or if halfstep is not of the header that this was compiled
+ * with. Fails if halfstep_io uses another copy of it. Prints what the library says of itself and of GPUs. */
 #define HALFSTEP_ADVANCED
 #include <stdio.h>
 #include <string.h>

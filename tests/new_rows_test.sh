@@ -39,7 +39,7 @@ refused_format int8 's/root = 2/roots = 2/' int8_root
 refused_format fp8_lamb16 's/root = 0/root = 1/' "fp8-lamb16: the scale of a whole tensor knows no grid"
 refused_format fp8_lamb16 's/1 << 30/256/' "fp8-lamb16: the block of a whole tensor has 1 << 30 elements"
 refused_format fp8_lamb16 's/F32,/BF16,/' "fp8-lamb16: the scale of a whole tensor is an F32"
-refused_format bf16_ecc8 's/I8,/I32,/' "bf16-ecc8: a second stream has 8 or 16 bits"
+refused_format bf16_ecc8 's/I8,/I32,/' "bf16-ecc8: a second plane has 8 or 16 bits"
 refused_format bf16_sr 's/BF16, NONE/U8, NONE/' "bf16-sr: codes of single elements have 16 or 32 bits"
 refused_format bf16_sr 's/stochastic = 1/stochastic = 2/' "bf16-sr: stochastic is 0 or 1"
 refused_format bf16_sr 's/WEIGHT | SIGNED/64 | SIGNED/' "bf16-sr: roles are"
@@ -47,7 +47,7 @@ refused_format int8_ecc4 's/WEIGHT/WEIGHT | SIGNED/' "int8-ecc4: packed formats 
 refused_format int8_ecc4 's/U8, U8/U8, NONE/' "int8-ecc4: error codes of a packed format have 4 bits, in bytes"
 refused_format int8_ecc4 's/steps = 16/steps = 32/' "int8-ecc4: a scale of a packed format has 1 to 16 steps"
 refused_format int8_sr 's/stochastic = 1/stochastic = 0/' "int8-sr: packed formats are written with random bits"
-refused_format bf16 's/NONE,/I8,/' "bf16: gradients have no second stream"
+refused_format bf16 's/NONE,/I8,/' "bf16: gradients have no second plane"
 refused src/formats/formats.def 's/^FORMAT(16,/FORMAT(17,/' FORMAT_ID_17
 refused_rule lion 's/lion_constants }/lion_constants = HSTEP_MAX_SCALARS + 1 }/' "more constants than HSTEP_MAX_SCALARS"
 refused_rule lion 's/ELEMENTWISE,/FACTORED(1, 0),/' "FACTORED(n, ...) has n states"

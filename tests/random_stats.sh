@@ -2,7 +2,7 @@
 # Runs dieharder on the random words of a generator. Takes one to two hours a generator on one core.
 #   tests/random_stats.sh GENERATOR [KIND...]      kinds: elements writes tensors slots (default: all; see random_stream.c)
 # Environment: OUT (folder for logs, default build/random), SEED (default 1), CC, TESTS (default: the list below).
-# Every test reads a stream of its own seed, so that no two tests judge the same words. A test with a weak or failed p-value
+# Every test reads a strand of its own seed, so that no two tests judge the same words. A test with a weak or failed p-value
 # (outside 0.005 .. 0.995: one in a hundred is expected) is repeated with two more seeds; a generator fails a test that
 # fails once, or where the same p-value is weak all three times. Ends with a table; exits 1 if anything failed.
 set -eu

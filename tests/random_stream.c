@@ -1,5 +1,5 @@
 /* Writes endless raw random words to stdout, for statistical testers: random_stream GENERATOR KIND [SEED].
- *   elements  Pairs 0, 1, 2, ... of one stream.
+ *   elements  Pairs 0, 1, 2, ... of one strand.
  *   writes    One pair of one tensor, write 0, 1, 2, ...; for "lattice" writes 100, 357, 614, ..., because words are
  *             related within 256 writes by design.
  *   tensors   One pair of tensors "layers.0.weight", "layers.1.weight", ... with ids as hashed by default.

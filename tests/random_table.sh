@@ -2,7 +2,7 @@
 # Prints the results of random_stats.sh as a Markdown table: random_table.sh LOG...; exits 1 if a test failed.
 # First runs are counted. "weak, cleared" are weak ones that a repetition with another seed did not confirm.
 set -eu
-echo '| generator | stream | p-values | passed | weak, cleared | weak three times | failed |'
+echo '| generator | strand | p-values | passed | weak, cleared | weak three times | failed |'
 echo '|---|---|---|---|---|---|---|'
 status=0
 for log in "$@"; do

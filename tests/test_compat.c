@@ -131,7 +131,7 @@ static uint64_t mix(uint64_t hash, const void *data, size_t n)
     return hash;
 }
 
-/* Adds the bytes of a stream to a hash, from memory or from a file of states. */
+/* Adds the bytes of a plane to a hash, from memory or from a file of states. */
 static uint64_t mix_stream(uint64_t hash, const struct run *r, int i, int32_t slot, int extra, const void *data,
                            uint64_t bytes)
 {

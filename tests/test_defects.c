@@ -42,7 +42,7 @@ struct image {
 };
 enum { WEIGHT_ONLY = 1, WHOLE = STATE + HALFSTEP_MAX_STATES };
 
-/* Copies every stream of the first `slots` slots except the gradient's: weights (whose codes the caller has),
+/* Copies every plane of the first `slots` slots except the gradient's: weights (whose codes the caller has),
  * residuals, states, scales. */
 static struct image take(halfstep_optimizer *o, int32_t tensor, void *weight, int slots)
 {
@@ -734,7 +734,7 @@ static void test_zeroed_weights(void)
 }
 
 /* Returns the weight format of a row if it is meant to keep small changes without fp32 weights. Such formats are
- * written stochastically or have a second stream. */
+ * written stochastically or have a second plane. */
 static const char *small_weight(int32_t row)
 {
     halfstep_format_info info = format_info(row);

@@ -129,7 +129,7 @@ static void compare(const char *name, struct one *a, struct one *b)
         const void *code[2] = {slot ? p->code : a->weight, slot ? q->code : b->weight};
         CHECK(!memcmp(code[0], code[1], (size_t)p->code_bytes), "%s: codes of slot %d differ", name, slot);
         CHECK(!p->extra_bytes || !memcmp(p->extra, q->extra, (size_t)p->extra_bytes),
-              "%s: second stream of slot %d differs", name, slot);
+              "%s: second plane of slot %d differs", name, slot);
     }
 }
 

@@ -12,7 +12,7 @@ static void join(const int64_t *lengths, int64_t n, int64_t most)
     struct hstep_chunk *chunks = zeroed((size_t)n * sizeof *chunks);
     int64_t *tasks = zeroed((size_t)(n + 1) * sizeof *tasks);
     for (int64_t i = 0; i < n; i++)
-        chunks[i] = (struct hstep_chunk){.tensor = (int)i, .runs = 2, .length = lengths[i] / 2};
+        chunks[i] = (struct hstep_chunk){.tensor = (int)i, .tracks = 2, .length = lengths[i] / 2};
     int64_t count = hstep_join_chunks(chunks, n, tasks);
     CHECK(count <= most, "%lld chunks in %lld tasks, not %lld", (long long)n, (long long)count, (long long)most);
     CHECK(tasks[count] == n && (!n || tasks[0] == 0), "tasks begin at %lld and end at %lld", (long long)tasks[0],
@@ -39,12 +39,12 @@ static void join(const int64_t *lengths, int64_t n, int64_t most)
 static void cut(int64_t runs, int64_t length, uint64_t first)
 {
     const struct hstep_tensor t = {
-        .runs = runs, .run_length = length, .unit = HSTEP_GROUP, .index0 = first, .index_stride = length};
+        .tracks = runs, .track_length = length, .grain = HSTEP_CELL, .index0 = first, .index_stride = length};
     int64_t n = hstep_cut_tensor(&t, 0, NULL), next = 0, wrong = 0;
     struct hstep_chunk *chunks = zeroed((size_t)n * sizeof *chunks);
     CHECK(hstep_cut_tensor(&t, 0, chunks) == n, "counted and cut differ");
     for (int64_t i = 0; i < n; i++) {
-        int64_t start = chunks[i].run * length + chunks[i].offset, elements = chunks[i].runs * chunks[i].length;
+        int64_t start = chunks[i].track * length + chunks[i].offset, elements = chunks[i].tracks * chunks[i].length;
         int64_t at = (int64_t)first % HSTEP_CHUNK + start;
         wrong += start != next || elements < 1 || elements > HSTEP_CHUNK;
         wrong += length >= HSTEP_CHUNK && at / HSTEP_CHUNK != (at + elements - 1) / HSTEP_CHUNK;

@@ -340,7 +340,7 @@ static void test_states(void)
     TAKEN("halfstep_allocate_states", "after a failed halfstep_bind_states()", "the first time", ADDED, 1,
           EXPECT(halfstep_bind_states(o, memory, 1), RANGE);
           code = halfstep_allocate_states(o));
-    REFUSED("halfstep_bind_slot", "no second stream", ADDED, ARGUMENT, "memory for exp_avg is NULL",
+    REFUSED("halfstep_bind_slot", "no second plane", ADDED, ARGUMENT, "memory for exp_avg is NULL",
             code = halfstep_bind_slot(o, 0, STATE, memory, NULL));
     TAKEN("halfstep_bind_slot", "twice", "the last memory", PLACED, slot_info(o, 0, STATE).code == memory,
           MUST(halfstep_bind_slot(o, 0, STATE, memory + 1024, memory + 2048));

@@ -87,7 +87,7 @@ static int quick_fsync(int fd)
 #include "io/checkpoint/save.c"
 #include "io/files.c"
 #include "io/safetensors.c"
-#include "io/streams.c"
+#include "io/planes.c"
 #include "io/optimizer/load.c"
 #include "io/optimizer/read.c"
 #include "io/optimizer/record.c"

@@ -125,7 +125,7 @@ static void test_definition(void)
         CHECK(hstep_hash_name("") == 0xF52A15E9A9B5E89Bu, "hash of the empty name 0x%016llX",
               (unsigned long long)hstep_hash_name(""));
     }
-    TEST("generators: any part of a stream equals the whole") {
+    TEST("generators: any part of a strand equals the whole") {
         for (int row = 0; row < HSTEP_GENERATOR_COUNT; row++) {
             int generator = hstep_generator_id(row);
             struct hstep_key key = hstep_key_write(generator, 5, 6, 7, 8);
@@ -156,7 +156,7 @@ static void test_definition(void)
                 }
         }
     }
-    TEST("streams: no two alike") {
+    TEST("strands: no two alike") {
         enum { STREAMS = 1 << 15 };
         static uint64_t start[STREAMS];
         for (int row = 0; row < HSTEP_GENERATOR_COUNT; row++) {
@@ -170,7 +170,7 @@ static void test_definition(void)
                             hstep_random_words(generator, &key, 0, 2, two);
                             start[n++] = (uint64_t)two[0] << 32 | two[1];
                         }
-            /* An open-addressing set. 64-bit values of independent streams coincide with probability 3e-11. */
+            /* An open-addressing set. 64-bit values of independent strands coincide with probability 3e-11. */
             static uint64_t set[2 * STREAMS];
             memset(set, 0, sizeof set);
             int equal = 0;
@@ -180,10 +180,10 @@ static void test_definition(void)
                 equal += set[at] == start[k];
                 set[at] = start[k];
             }
-            CHECK(equal == 0, "%s: %d of %d streams begin alike", hstep_generator_name(generator), equal, n);
+            CHECK(equal == 0, "%s: %d of %d strands begin alike", hstep_generator_name(generator), equal, n);
         }
-        struct hstep_key a = hstep_key_stream(1, 2, (uint64_t)1 << 32, 3), b = hstep_key_stream(1, 2, 0, 3),
-                         c = hstep_key_stream(1, 2, (uint64_t)1 << 55, 3);
+        struct hstep_key a = hstep_key_strand(1, 2, (uint64_t)1 << 32, 3), b = hstep_key_strand(1, 2, 0, 3),
+                         c = hstep_key_strand(1, 2, (uint64_t)1 << 55, 3);
         CHECK(memcmp(&a, &b, sizeof a) && memcmp(&b, &c, sizeof b) && memcmp(&a, &c, sizeof a),
               "high bits of the write counter do not reach the key");
     }
@@ -289,8 +289,8 @@ static void test_segment_lags(void)
     enum { KEYS = 1 << 16, SAMPLES = SEGMENT_SAMPLES };
     _Static_assert(SAMPLES <= KEYS, "more samples than keys");
     static struct hstep_key keys[KEYS];
-    struct hstep_key stream = hstep_key_stream(11, 12, 13, 14);
-    for (int j = 0; j < KEYS; j++) keys[j] = hstep_key_segment(&stream, (uint64_t)j);
+    struct hstep_key strand = hstep_key_strand(11, 12, 13, 14);
+    for (int j = 0; j < KEYS; j++) keys[j] = hstep_key_segment(&strand, (uint64_t)j);
     double variance = (65536.0 * 65536.0 - 1) / 12, worst = 0, squares = 0;
     int worst_lag = 0, judged = 0;
     for (uint32_t lag = 1; lag < HSTEP_SEGMENT_WORDS; lag++) {

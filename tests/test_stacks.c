@@ -190,7 +190,7 @@ static void compare_part(const struct held *whole, const struct held *part, int 
               (long long)wrong, (long long)some.code_bytes);
         if (!some.extra_bytes) continue;
         wrong = unequal((char *)all.extra + (once ? 0 : first * some.extra_bytes / n), some.extra, some.extra_bytes);
-        CHECK(!wrong, "%s: the second stream of %s of part %d: %lld bytes differ", what, all.name, part->first,
+        CHECK(!wrong, "%s: the second plane of %s of part %d: %lld bytes differ", what, all.name, part->first,
               (long long)wrong);
     }
 }

@@ -216,7 +216,7 @@ static int place_golden(halfstep_optimizer *o)
     return halfstep_write_initial(o, NULL);
 }
 
-/* Calls visit for every stream of states and of weights' residuals and codes. */
+/* Calls visit for every plane of states and of weights' residuals and codes. */
 static void each_stream(halfstep_optimizer *o, void (*visit)(void *, int32_t, int, int, uint64_t), void *argument)
 {
     SIZED(halfstep_slot_info, info);
@@ -244,7 +244,7 @@ static void move_stream(void *argument, int32_t tensor, int slot, int extra, uin
     m->used += bytes;
 }
 
-/* Copies all streams of a handle to new memory, or back from it. */
+/* Copies all planes of a handle to new memory, or back from it. */
 static struct moving read_all(halfstep_optimizer *o)
 {
     struct moving size = {.o = o}, m = {.o = o};

@@ -136,7 +136,7 @@ def read_number(handle, index, rule, name):
     return number(read(handle, RECORD_TENSOR, index), rule, name)
 
 
-def bind(handle, index, rule, streams, step, numbers):
+def bind(handle, index, rule, planes, step, numbers):
     """Binds tensors to the record of a tensor, so that the library keeps them equal to it. `step`
     is the step count. `numbers` holds the counters, scalars and grids by name."""
     places = _abi.RecordPlaces.new(step=step.data_ptr())
@@ -144,7 +144,7 @@ def bind(handle, index, rule, streams, step, numbers):
         setattr(places, key, numbers[key].data_ptr())
     for i, name in enumerate(rule.scalars):
         places.scalar[i] = numbers[name].data_ptr()
-    for s in streams:
+    for s in planes:
         if s.grid:
             places.grid[s.slot - SLOT_STATE] = numbers[s.name + GRID].data_ptr()
     invoke(lib.halfstep_bind_record, handle, index, byref(places))

@@ -10,8 +10,8 @@ from ._abi import invoke, lib
 from ._handles import Handle, add_group, add_tensor, read_rows, write_rows
 from ._matrices import rows_of
 from ._parameters import described, stored_dtype
+from ._planes import bind_planes, lay_out
 from ._sharding import local, stored
-from ._streams import bind_streams, lay_out
 
 #: advice beside a state of another shape
 ONE_MATRIX = (
@@ -37,19 +37,19 @@ class Codec(Handle):
         self.hypers = {k: v for k, v in hypers.items() if k in self.rule.hypers}
         group = add_group(self, recipe, self.hypers)
         self.index = add_tensor(self, group, name, identity, shape, "f32", part)
-        self.streams, _ = lay_out(self, self.index, recipe, self.hypers, part, shape, name)
+        self.planes, _ = lay_out(self, self.index, recipe, self.hypers, part, shape, name)
         self.gathered = part is not None and part.gathered
         self.shape, self.rows = shape, None if part is None else part.rows
 
     def bind(self, tensors):
-        """Gives the library the addresses of the streams. The caller keeps the tensors alive."""
-        bind_streams(self, self.index, self.streams, tensors)
+        """Gives the library the addresses of the planes. The caller keeps the tensors alive."""
+        bind_planes(self, self.index, self.planes, tensors)
 
     def take_scalars(self, state):
         """Takes the scalars and grids of a state. Raises ValueError for a value that no update
         leaves."""
         record = _calls.read(self, _abi.RECORD_TENSOR, self.index)
-        for key in _layout.scalars_of(self.rule, self.streams):
+        for key in _layout.scalars_of(self.rule, self.planes):
             value = _layout.take_number(state, key, self.name)
             if value is not None:
                 _calls.set_number(record, self.rule, key, value)
@@ -72,22 +72,22 @@ class Codec(Handle):
             invoke(lib.halfstep_read_slot, self, self.index, slot, None, first, n, out.data_ptr())
             yield out
 
-    def all_codes_are_good(self, stream, scale):
+    def all_codes_are_good(self, plane, scale):
         """Returns True if every code decodes, with this scale, to a finite number of the right
         sign. The values of a tensor with smaller scales need no check then."""
         probe = _probe(self.recipe, tuple(self.hypers.items()))
-        if not any(s.key == stream.key for s in probe.streams):
+        if not any(s.key == plane.key for s in probe.planes):
             return False
-        tensors = {s.key: _devices.zeros(s.shape, s.dtype) for s in probe.streams}
-        codes = tensors[stream.key].view(torch.uint8).view(-1)
+        tensors = {s.key: _devices.zeros(s.shape, s.dtype) for s in probe.planes}
+        codes = tensors[plane.key].view(torch.uint8).view(-1)
         codes[:256] = torch.arange(256, dtype=torch.int16, device="cpu").to(torch.uint8)
-        tensors[stream.name + ".scale"].fill_(scale)
+        tensors[plane.name + ".scale"].fill_(scale)
         probe.bind(tensors)
-        least, most = torch.aminmax(probe.read(stream.slot))
+        least, most = torch.aminmax(probe.read(plane.slot))
         return bool(
             abs(least) < math.inf
             and abs(most) < math.inf
-            and (stream.role != _abi.ROLE_NONNEG or least >= 0)
+            and (plane.role != _abi.ROLE_NONNEG or least >= 0)
         )
 
     def write(self, slot, values, data=None):
@@ -101,32 +101,32 @@ def _probe(recipe, hypers):
     return Codec(recipe, dict(hypers), (64, 256), "probe")
 
 
-def adopt(tensor, stream, name):
+def adopt(tensor, plane, name):
     """Returns the local shard of a state tensor in CPU memory, contiguous. Raises ValueError if
-    dtype, shape or layout are not those of the stream, or if it is on the meta device."""
+    dtype, shape or layout are not those of the plane, or if it is on the meta device."""
     tensor = local(tensor)
     if (
         not isinstance(tensor, torch.Tensor)
-        or tensor.dtype != stream.dtype
-        or tuple(tensor.shape) != stream.shape
+        or tensor.dtype != plane.dtype
+        or tuple(tensor.shape) != plane.shape
         or tensor.device.type == "meta"
         or tensor.layout != torch.strided
     ):
         raise ValueError(
-            f"halfstep: state {stream.key!r} of parameter {name!r} is {described(tensor)}, not"
-            f" {stream.dtype} of shape {stream.shape}"
-            + (ONE_MATRIX if getattr(tensor, "ndim", 9) < len(stream.shape) else "")
-            + (_CUT if getattr(tensor, "shape", ())[1:] == stream.shape[1:] else "")
+            f"halfstep: state {plane.key!r} of parameter {name!r} is {described(tensor)}, not"
+            f" {plane.dtype} of shape {plane.shape}"
+            + (ONE_MATRIX if getattr(tensor, "ndim", 9) < len(plane.shape) else "")
+            + (_CUT if getattr(tensor, "shape", ())[1:] == plane.shape[1:] else "")
         )
     return _devices.to_cpu(tensor)
 
 
-def coarse_states(streams, state):
+def coarse_states(planes, state):
     """Returns the names of the states that `state` holds in a block format although they are
     precise here, or the other way round. An option has changed then."""
     return {
         s.name
-        for s in streams
+        for s in planes
         if not s.extra
         and s.key not in state
         and (s.precise and s.name + ".codes" in state or s.part == ".codes" and s.name in state)
@@ -157,12 +157,12 @@ def read_coarse(name, recipe, shape, label, state, part):
             if s.name == other and name + s.part in state
             else _devices.zeros(s.shape, s.dtype)
         )
-        for s in codec.streams
+        for s in codec.planes
     }
     codec.bind(tensors)
     grid = name + _layout.GRID
     codec.take_scalars({other + _layout.GRID: state[grid]} if grid in state else {})
-    return codec.read(next(s.slot for s in codec.streams if s.name == other))
+    return codec.read(next(s.slot for s in codec.planes if s.name == other))
 
 
 @torch.no_grad()
@@ -192,7 +192,7 @@ def convert(hypers, m, state, old):
                 )
     else:
         source = Codec(old, hypers, m.whole, m.name, part=part)
-        missing = [s for s in source.streams if s.key not in state]
+        missing = [s for s in source.planes if s.key not in state]
         # A state that the saved optimizer's hyper-parameters did not need starts at zero.
         tensors = {
             s.key: (
@@ -200,12 +200,12 @@ def convert(hypers, m, state, old):
                 if s.key in state
                 else _devices.zeros(s.shape, s.dtype)
             )
-            for s in source.streams
+            for s in source.planes
         }
         source.bind(tensors)
         source.take_scalars(state)
-        there = {s.name for s in source.streams} - {s.name for s in missing}
-        for name in coarse_states(source.streams, state):
+        there = {s.name for s in source.planes} - {s.name for s in missing}
+        for name in coarse_states(source.planes, state):
             values[name] = read_coarse(name, old, m.whole, m.name, state, part)
         for i, name in enumerate(names):
             if name in there:
@@ -213,27 +213,27 @@ def convert(hypers, m, state, old):
         if "weight" in there and stored_dtype(old.split("/")[1]) == now.dtype:
             weight = source.read(0, now.data_ptr())
     target = Codec(m.recipe, hypers, m.whole, m.name, part=part)
-    # The target has the streams of `m`. Its grids are those of a new handle.
+    # The target has the planes of `m`. Its grids are those of a new handle.
     made = {
         s.key: (
             _devices.zeros(s.shape, s.dtype)
             if s.name in values
             else s.initial(m.p, m.name, _devices.HOST)
         )
-        for s in m.streams
+        for s in m.planes
     }
     target.bind(made)
     for i, name in enumerate(names):
-        if name in values and any(s.name == name for s in m.streams):
+        if name in values and any(s.name == name for s in m.planes):
             target.write(2 + i, values[name])
-    grids = [s.name + _layout.GRID for s in m.streams if s.grid]
+    grids = [s.name + _layout.GRID for s in m.planes if s.grid]
     made.update((key, _layout.number(1.0, key)) for key in grids)
     if weight is not None and "weight.extra" in made:
         held = now.clone()
         target.write(0, weight, held.data_ptr())
     obsolete = _layout.keys_of(m.rule) - set(made)
     if old == m.recipe:  # only coarse states are converted
-        coarse = coarse_states(m.streams, state)
+        coarse = coarse_states(m.planes, state)
         made = {
             key: value
             for key, value in made.items()
@@ -243,7 +243,7 @@ def convert(hypers, m, state, old):
             name + part for name in coarse for part in ("", *_layout.PARTS, _layout.GRID)
         } - set(made)
         held = None
-    for s in m.streams:
+    for s in m.planes:
         if s.key in made:
             made[s.key] = _devices.place(made[s.key], m.kept)
     return made, obsolete, held
@@ -254,15 +254,15 @@ def create_state(m, states, hypers):
     tensors by key, the keys to delete, and the weight, or None if it stays. Tensors are shards of a
     DTensor if the parameter is one."""
     made, obsolete, weight = _created(m, states.get(m.p) or {}, hypers)
-    streams = {s.key: s for s in m.streams}
+    planes = {s.key: s for s in m.planes}
     with torch.no_grad():
         if m.kept != m.device:
-            for key in streams:
+            for key in planes:
                 held = made[key] if key in made else local(states[m.p][key])
                 if not _devices.is_pinned(held):
                     made[key] = _devices.pinned(held.shape, held.dtype).copy_(held)
         return (
-            {key: m.wrap(streams.get(key), value) for key, value in made.items()},
+            {key: m.wrap(planes.get(key), value) for key, value in made.items()},
             obsolete,
             weight,
         )
@@ -277,7 +277,7 @@ def _created(m, state, hypers):
             f"halfstep: the states of parameter {m.name!r} are of the recipe {old!r}, and its group"
             f" is stepped by {m.rule.name} now: give it the rule that it had, or delete its state"
         )
-    both = [s.name for s in m.streams if s.part == ".codes" and {s.name, s.key} <= state.keys()]
+    both = [s.name for s in m.planes if s.part == ".codes" and {s.name, s.key} <= state.keys()]
     if both:
         raise ValueError(
             f"halfstep: parameter {m.name!r} has both a state {both[0]!r} and its codes; delete one"
@@ -292,7 +292,7 @@ def _created(m, state, hypers):
     if old != m.recipe:
         made["recipe"] = _layout.recipe_number(m.recipe)
     initial = {"id": _layout.signed(m.id), **dict.fromkeys(_layout.COUNTERS, steps)}
-    for key in _layout.numbers_of(m.rule, m.streams):
+    for key in _layout.numbers_of(m.rule, m.planes):
         if key not in made and not _layout.is_number(state.get(key), key):
             value = _layout.take_number(state, key, m.name)
             made[key] = _layout.number(
@@ -304,15 +304,15 @@ def _created(m, state, hypers):
     if (
         has
         and old in (m.recipe, None)
-        and not (begins and any(s.role == _abi.ROLE_WEIGHT for s in m.streams))
-        and all(s.key in state and s.fits(state[s.key], m.kept) for s in m.streams)
+        and not (begins and any(s.role == _abi.ROLE_WEIGHT for s in m.planes))
+        and all(s.key in state and s.fits(state[s.key], m.kept) for s in m.planes)
     ):
         return made, obsolete, weight
-    if has and (old != m.recipe or coarse_states(m.streams, state)):
-        streams, obsolete, weight = convert(hypers, m, state, old)
-        made.update(streams)
+    if has and (old != m.recipe or coarse_states(m.planes, state)):
+        planes, obsolete, weight = convert(hypers, m, state, old)
+        made.update(planes)
         return made, obsolete, weight
-    for s in m.streams:
+    for s in m.planes:
         if s.key in state and not (begins and s.role == _abi.ROLE_WEIGHT):
             if has and not s.fits(state[s.key], m.kept):
                 moved = _devices.place(adopt(state[s.key], s, m.name), m.kept)
@@ -328,6 +328,6 @@ def empty(recipe, hypers, p):
     codec = Codec(recipe, hypers, (1,), "empty")
     return {
         s.key: torch.empty(p.shape, dtype=s.dtype, device="cpu")
-        for s in codec.streams
+        for s in codec.planes
         if s.key in (s.name, s.name + ".codes")
     }

@@ -16,8 +16,8 @@ from ._abi import check, invoke, lib
 from ._device_parts import DevicePart, Group, formats_of
 from ._members import Plain, declare
 from ._parameters import check_parameter
+from ._planes import bind_planes
 from ._sharding import local, stored
-from ._streams import bind_streams
 from ._watch import version
 
 
@@ -67,7 +67,7 @@ class Engine:
         self.params = [m.p for m in self.members]
         #: parameters with a residual or error code, as keys
         self.guarded = {
-            m.p: True for m in self.members if any(s.key == "weight.extra" for s in m.streams)
+            m.p: True for m in self.members if any(s.key == "weight.extra" for s in m.planes)
         }
         self.may_be_plain = n and all(
             m.dense and m.address and not (m.offloaded or m.gathered or _sharding.is_dtensor(m.p))
@@ -87,30 +87,30 @@ class Engine:
             held.update(made)
             for key in obsolete & set(held):
                 del held[key]
-            if type(held) is dict and any(s.part == ".codes" for s in m.streams):
+            if type(held) is dict and any(s.part == ".codes" for s in m.planes):
                 state[m.p] = _layout.Coded(held)
             if weight is not None:
                 with torch.no_grad():
                     stored(m.p).copy_(weight)
         for part in self.parts:
-            if not any(m.streams for m in self.members[part.first : part.first + part.n]):
+            if not any(m.planes for m in self.members[part.first : part.first + part.n]):
                 # No bytes, because there is nothing to bind.
                 invoke(lib.halfstep_allocate_states, part)
         return [m.p for m, made, _, _ in fresh if "weight.extra" in made]
 
     def _bind(self, m, state):
-        streams = ()
+        planes = ()
         if self.store is None:
-            streams = m.streams
+            planes = m.planes
             where = state if m.stage is None else m.stage.addresses(m)
-            bind_streams(m.handle, m.index, streams, where)
+            bind_planes(m.handle, m.index, planes, where)
         m.step = state["step"]
-        grids = (s.name + _layout.GRID for s in m.streams if s.grid)
+        grids = (s.name + _layout.GRID for s in m.planes if s.grid)
         m.bound = tuple(
             (key, weakref.ref(state[key]), local(state[key]).data_ptr())
-            for key in (*(s.key for s in streams), *grids)
+            for key in (*(s.key for s in planes), *grids)
         )
-        m.numbers = {key: state[key] for key in _layout.numbers_of(m.rule, m.streams)}
+        m.numbers = {key: state[key] for key in _layout.numbers_of(m.rule, m.planes)}
         m.versions = {
             "step": version(m.step),
             **{key: version(tensor) for key, tensor in m.numbers.items()},
@@ -121,7 +121,7 @@ class Engine:
         m.written = {key: _layout.take_number(state, key, m.name) for key in m.numbers}
         counts = _layout.agreed({key: m.written[key] for key in _layout.COUNTERS}, steps)
         record = _abi.Record.new(kind=_abi.RECORD_TENSOR, index=m.index, **counts)
-        for scalar in _layout.scalars_of(m.rule, m.streams):
+        for scalar in _layout.scalars_of(m.rule, m.planes):
             _calls.set_number(record, m.rule, scalar, m.written[scalar])
         _calls.restore(m.handle, record)
         # The library keeps all tensors of a state current, because somebody may keep the state
@@ -129,7 +129,7 @@ class Engine:
         self._bind_numbers(m)
 
     def _bind_numbers(self, m):
-        _calls.bind(m.handle, m.index, m.rule, m.streams, m.step, m.numbers)
+        _calls.bind(m.handle, m.index, m.rule, m.planes, m.step, m.numbers)
         m.note_places()
 
     def member(self, p):
@@ -159,7 +159,7 @@ class Engine:
                 if _abi.is_count(steps) and not _layout.same_count(now["state_steps"], steps):
                     alone = ours = False  # somebody set the count, and maybe other numbers
                     now["state_steps"] = now["full_steps"] = steps
-            for scalar in _layout.scalars_of(m.rule, m.streams):
+            for scalar in _layout.scalars_of(m.rule, m.planes):
                 now[scalar] = _calls.number(record, m.rule, scalar)
             for key, tensor in m.numbers.items():
                 held = state.get(key)

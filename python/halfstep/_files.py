@@ -218,7 +218,7 @@ def _shaped(tensor, laid, over_columns=False):
     return tensor
 
 
-def _state(file, path, metadata, name, laid, streams):
+def _state(file, path, metadata, name, laid, planes):
     """Returns the state of one parameter, or None if the file has none."""
     counted = [*_layout.COUNTERS, "id"]
     numbers = parsed(metadata, f"counters.{name}", _pairs(count, set(counted)), path, None)
@@ -254,12 +254,12 @@ def _state(file, path, metadata, name, laid, streams):
         **scalars,
     }
     columns = {s.name for s in rule.states if s.extent == _abi.EXTENT_COLUMNS}
-    for stream, key in streams:
-        if stream in state:
+    for plane, key in planes:
+        if plane in state:
             raise ValueError(f"halfstep: {path} has a tensor {key!r}, where a number belongs")
-        tensor = _shaped(file.get_tensor(key), laid, stream in columns)
-        is_codes = "." not in stream and not tensor.is_floating_point()
-        state[stream + ".codes" if is_codes else stream] = tensor
+        tensor = _shaped(file.get_tensor(key), laid, plane in columns)
+        is_codes = "." not in plane and not tensor.is_floating_point()
+        state[plane + ".codes" if is_codes else plane] = tensor
     return state
 
 
@@ -323,13 +323,13 @@ def _load(parts, path, numbers):
                 f"halfstep: {path} is of the rule {rule!r}, this optimizer of {_rules(groups)!r};"
                 " make it with the rule of the file"
             )
-        streams, weight_keys, weights = defaultdict(list), {}, []
+        planes, weight_keys, weights = defaultdict(list), {}, []
         for key in file.keys():
-            name, _, stream = key.rpartition("/")
-            if stream == "weight":
+            name, _, plane = key.rpartition("/")
+            if plane == "weight":
                 weight_keys[name] = key
             else:
-                streams[name].append((stream, key))
+                planes[name].append((plane, key))
         ours = [names.of(g, i) for g, i, _ in groups.members()]
         named = _named(ours, metadata, path)
         places = {p: i for i, p in enumerate(groups.params())}
@@ -352,11 +352,11 @@ def _load(parts, path, numbers):
                     )
                 if name in weight_keys:
                     weights.append((p, _weight(file, path, name, p, laid, weight_keys[name])))
-                some = () if numbers else streams[name]
+                some = () if numbers else planes[name]
                 state = _state(file, path, metadata, name, laid, some)
                 if state is not None:
                     found["state"][places[p]] = state
-                elif streams[name] or p in groups.state and parts.cache.store is None:
+                elif planes[name] or p in groups.state and parts.cache.store is None:
                     raise ValueError(f"halfstep: {path} has no counters of parameter {name!r}")
             saved["skipped_steps"] = parsed(metadata, "skipped_steps", count, path)
             saved["last_norm"] = parsed(metadata, "gradient_norm", number, path)

@@ -184,7 +184,7 @@ class Gather:
             or versions(plain.counts) != plain.count_versions
         ):
             return False
-        for key, states, tensors in plain.streams:
+        for key, states, tensors in plain.planes:
             try:
                 if not all(map(is_, map(itemgetter(key), states), tensors)):
                     return False

@@ -10,8 +10,8 @@ from ._abi import invoke, lib
 from ._handles import Handle, read_rows, write_rows
 from ._members import declare
 from ._parameters import PLAIN, stored_dtype
+from ._planes import STATE, WEIGHT
 from ._sharding import decoded, local, stored, stored_whole
-from ._streams import STATE, WEIGHT
 from ._torch import increment_versions
 
 
@@ -62,10 +62,10 @@ class Inspection:
                 memory["weights"] -= missing * held.dtype.itemsize
                 missing = m.p.numel() - local(m.p).numel()
                 memory["gradients"] -= missing * stored_dtype(m.gradient).itemsize
-                for s in m.streams:
+                for s in m.planes:
                     missing = math.prod(s.whole) - math.prod(s.shape)
                     memory["extras" if s.slot == WEIGHT else "states"] -= missing * s.dtype.itemsize
-        precise = (m.recipe for m in members if any(s.precise for s in m.streams))
+        precise = (m.recipe for m in members if any(s.precise for s in m.planes))
         return memory, fallen, _layout.precise_states(precise)
 
     def recipe(self, p):

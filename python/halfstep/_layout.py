@@ -103,12 +103,12 @@ def unpack_recipe(number):
         return None
 
 
-def scalars_of(rule, streams=None):
+def scalars_of(rule, planes=None):
     """Returns the names of the scalars and grids that a rule keeps for a parameter with these
-    streams. Without streams, returns all that it may keep."""
-    if streams is None:
+    planes. Without planes, returns all that it may keep."""
+    if planes is None:
         return (*rule.scalars, *(s.name + GRID for s in rule.states if s.role == _abi.ROLE_NONNEG))
-    return (*rule.scalars, *(s.name + GRID for s in streams if s.grid))
+    return (*rule.scalars, *(s.name + GRID for s in planes if s.grid))
 
 
 def precise_states(recipes):
@@ -135,9 +135,9 @@ def caveats(recipes):
     return list(dict.fromkeys(filter(None, map(_abi.recipe_caveat, recipes))))
 
 
-def numbers_of(rule, streams=None):
-    """Returns the keys of the small tensors beside `step`, with the streams of scalars_of()."""
-    return (*WHOLE, *scalars_of(rule, streams))
+def numbers_of(rule, planes=None):
+    """Returns the keys of the small tensors beside `step`, with the planes of scalars_of()."""
+    return (*WHOLE, *scalars_of(rule, planes))
 
 
 def initial(key):

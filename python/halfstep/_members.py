@@ -9,8 +9,8 @@ import torch
 from . import _abi, _devices, _layout, _matrices, _sharding
 from ._handles import add_group, add_tensor
 from ._parameters import stored_dtype
+from ._planes import lay_out
 from ._sharding import local, stored
-from ._streams import lay_out
 from ._watch import version
 
 NOTHING = contextlib.nullcontext()
@@ -69,7 +69,7 @@ def declare(handle, settings, wanted, meant, stage=None):
         if key not in c_groups:
             c_groups[key] = add_group(handle, m.recipe, meant[one.group])
         m.index = add_tensor(handle, c_groups[key], m.name, m.id, m.whole, m.gradient, m.part)
-        m.streams, fell_back = lay_out(
+        m.planes, fell_back = lay_out(
             handle, m.index, m.recipe, meant[one.group], m.part, m.whole, m.name
         )
         if fell_back:
@@ -87,7 +87,7 @@ class Member:
     written     the values of these tensors; they are behind the library's counts until somebody
                 asks
     versions    the versions of these tensors and of `step`, as this package left them
-    bound       (key, weak reference, address) of each stream and grid that the handle knows
+    bound       (key, weak reference, address) of each plane and grid that the handle knows
     places      (tensor, address) of the same, where the library writes them
     memory      what keeps that memory alive until the library knows another
     """
@@ -127,7 +127,7 @@ class Member:
         return any(tensor.data_ptr() != address for tensor, address in self.places)
 
     def state_versions(self):
-        """Returns the versions of the streams and grids that the handle knows."""
+        """Returns the versions of the planes and grids that the handle knows."""
         held = [tensor() for _, tensor, _ in self.bound]
         return [None if tensor is None else version(tensor) for tensor in held]
 
@@ -157,12 +157,12 @@ class Member:
 
     @property
     def rows(self):
-        """The `rows` of streams_of() for it."""
+        """The `rows` of planes_of() for it."""
         return None if self.part is None else self.part.rows
 
-    def wrap(self, stream, tensor):
+    def wrap(self, plane, tensor):
         """Returns a local tensor of its state as the optimizer keeps it."""
-        return tensor if self.part is None else self.part.wrap(stream, tensor)
+        return tensor if self.part is None else self.part.wrap(plane, tensor)
 
 
 class Plain:
@@ -186,11 +186,11 @@ class Plain:
             [m.step, *(tensor() for key, tensor, _ in m.bound if key.endswith(_layout.GRID))]
             for m in members
         ]
-        streams = [
+        planes = [
             [tensor() for key, tensor, _ in m.bound if not key.endswith(_layout.GRID)]
             for m in members
         ]
-        self.tensors = [tensor for pair in zip(streams, numbers) for tensor in pair[0] or pair[1]]
+        self.tensors = [tensor for pair in zip(planes, numbers) for tensor in pair[0] or pair[1]]
         self.addresses = list(map(torch.Tensor.data_ptr, self.tensors))
         # The library writes these and counts no version, so a new version means another writer.
         self.counts = [m.numbers[key] for m in members for key in m.shown]
@@ -200,13 +200,13 @@ class Plain:
         # parameters.
         self.keys, self.values = list(states), list(states.values())
         # For each key of a state: the states that have it, and the tensors that they had there.
-        streams = {"step": (self.states, self.steps)}
+        planes = {"step": (self.states, self.steps)}
         for m, state in zip(members, self.states):
             for key, tensor, _ in m.bound:
-                held = streams.setdefault(key, ([], []))
+                held = planes.setdefault(key, ([], []))
                 held[0].append(state)
                 held[1].append(tensor())
-        self.streams = [(key, *held) for key, held in streams.items()]
+        self.planes = [(key, *held) for key, held in planes.items()]
         #: guards: one for all weights and one for all gradients, made when a step has found nothing
         #: changed, or None; guarded: how often they were made
         self.guards, self.guarded = None, 0

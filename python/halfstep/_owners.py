@@ -243,7 +243,7 @@ def _bytes_of(one):
 
 
 class _Piece:
-    """One tensor of a member: its weight, its gradient, or one of its streams.
+    """One tensor of a member: its weight, its gradient, or one of its planes.
 
     box        what this rank holds of it, as slices, or None
     boxes      what each rank holds
@@ -335,7 +335,7 @@ class Batch:
                 _Piece(*where, "", m.p.shape, gradient, placements),
                 _Piece(*where, "weight", stored_whole(m.p), held, placements),
             ]
-            found += [_Piece(*where, s.key, s.whole, s.dtype, s.placements) for s in m.streams]
+            found += [_Piece(*where, s.key, s.whole, s.dtype, s.placements) for s in m.planes]
             self.pieces[m] = {piece.key: piece for piece in found}
             for piece in found[1:] if self.owns(m.p) else ():
                 piece.place = size
@@ -343,7 +343,7 @@ class Batch:
         self.room.size = max(self.room.size, size)
 
     def addresses(self, m):
-        """Returns the memory of a member's weight and streams while it is stepped, by key."""
+        """Returns the memory of a member's weight and planes while it is stepped, by key."""
         return {key: self._room_of(piece) for key, piece in self.pieces[m].items()}
 
     def _room_of(self, piece):

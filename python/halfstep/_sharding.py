@@ -105,7 +105,7 @@ def _flat_identity(p, name):
 
 class Part:
     """How a parameter lies in the library: the whole as rows x length, and the rectangle of it that
-    is here. `shape` and `rows` are those of the tensor here, as streams_of() takes them. `laid` is
+    is here. `shape` and `rows` are those of the tensor here, as planes_of() takes them. `laid` is
     the global shape as the library takes it. `divided`: other ranks hold other parts."""
 
     gathered = divided = False
@@ -201,10 +201,10 @@ class Part:
         here = compute_local_shape_and_global_offset(shape, self.mesh, placements)[0]
         return placements, tuple(here)
 
-    def place(self, streams, whole, name):
-        """Gives the streams of this part their shapes and placements. `whole` are the streams of
+    def place(self, planes, whole, name):
+        """Gives the planes of this part their shapes and placements. `whole` are the planes of
         the whole tensor. Fails if no placement gives what this rank holds."""
-        for s, all_of_it in zip(streams, whole):
+        for s, all_of_it in zip(planes, whole):
             shape, held = all_of_it.shape, math.prod(s.shape)
             placements, here = self._placed(shape)
             if math.prod(here) != held and not (math.prod(shape) == 1 and held == 0):
@@ -215,11 +215,11 @@ class Part:
                 )
             s.whole, s.placements, s.shape = shape, placements, here
 
-    def wrap(self, stream, tensor):
+    def wrap(self, plane, tensor):
         """Returns a tensor of this rank as the state that is kept."""
-        if self.mesh is None or stream is None:
+        if self.mesh is None or plane is None:
             return tensor
-        return _dtensor(tensor, self.mesh, stream.placements, stream.whole)
+        return _dtensor(tensor, self.mesh, plane.placements, plane.whole)
 
     def like_parameter(self, tensor):
         """Returns a tensor of the parameter's own shape here, placed like the parameter."""
@@ -284,8 +284,8 @@ class Gathered(Part):
     def whole_fields(self):
         return _matrices.fields_of(self.laid)
 
-    def place(self, streams, whole, name):
-        for s, all_of_it in zip(streams, whole):
+    def place(self, planes, whole, name):
+        for s, all_of_it in zip(planes, whole):
             s.whole = s.shape = all_of_it.shape
             if self.mesh is not None:
                 s.placements, s.shape = self._placed(s.whole)

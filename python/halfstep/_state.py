@@ -210,12 +210,12 @@ def _check_state(groups, rule, name, p, state, hypers, how):
     _calls.change(codec, _abi.RECORD_TENSOR, codec.index, **counters)
     codec.take_scalars(state)
     if not plain:
-        _check_streams(codec, state, name, recipe, part)
+        _check_planes(codec, state, name, recipe, part)
         return
     roles = rule.roles
     vectors = {s.name for s in rule.states if s.vector}
-    shapes = {s.name: s.shape for s in codec.streams if s.name in vectors}
-    needed = {s.name for s in codec.streams if s.name in roles and not s.extra}
+    shapes = {s.name: s.shape for s in codec.planes if s.name in vectors}
+    needed = {s.name for s in codec.planes if s.name in roles and not s.extra}
     lacking = sorted(needed - state.keys())
     if lacking:
         raise ValueError(
@@ -260,11 +260,11 @@ def _judge(key, name, values, role):
         )
 
 
-def _check_streams(codec, state, name, recipe, part):
+def _check_planes(codec, state, name, recipe, part):
     """Checks states as this package keeps them. All must be there, with the right shapes, and hold
     only what an update can leave."""
     tensors = {}
-    for s in codec.streams:
+    for s in codec.planes:
         if s.name in state and s.name + ".codes" in state:
             raise ValueError(
                 f"halfstep: parameter {name!r} has both a state {s.name!r} and its codes; delete"
@@ -282,7 +282,7 @@ def _check_streams(codec, state, name, recipe, part):
             _judge(s.key, name, tensor, 0 if s.extra else s.role)
     # States that a module of halfstep.compat has translated have neither an id nor counts.
     counted = any(key in state for key in ("id", *_layout.COUNTERS))
-    for key in _layout.numbers_of(codec.rule, codec.streams) if counted else ():
+    for key in _layout.numbers_of(codec.rule, codec.planes) if counted else ():
         if key not in state:
             raise ValueError(
                 f"halfstep: parameter {name!r} has no state {key!r}, which {recipe} needs"
@@ -290,7 +290,7 @@ def _check_streams(codec, state, name, recipe, part):
     if codec.gathered:
         return  # codes mean nothing without the others of their matrix
     codec.bind(tensors)
-    for s in codec.streams:
+    for s in codec.planes:
         scale = tensors.get(s.name + ".scale")  # packed blocks have theirs among the codes
         if (
             s.part == ".codes"

@@ -21,8 +21,8 @@ import torch
 from . import _abi, _calls, _convert, _devices, _layout, _sharding
 from ._abi import check, invoke, lib
 from ._files import count, parsed
+from ._planes import Plane
 from ._sharding import stored
-from ._streams import Stream
 from ._torch import increment_versions, warn_once
 from ._watch import version
 
@@ -108,7 +108,7 @@ class StoredState(MutableMapping, dict):
     def __init__(self, store, m, others):
         """m: the member. others: the rest of the state, by key."""
         dict.__init__(self, others)
-        dict.update(self, {s.key: s for s in m.streams})
+        dict.update(self, {s.key: s for s in m.planes})
         self.store, self.p = store, m.p
         #: stands for the residual beside the weight: another tensor after somebody has written it
         self.token = None
@@ -120,11 +120,11 @@ class StoredState(MutableMapping, dict):
 
     def __getitem__(self, key):
         value = dict.__getitem__(self, key)
-        return self.store.read(self.p, value) if isinstance(value, Stream) else value
+        return self.store.read(self.p, value) if isinstance(value, Plane) else value
 
     def __setitem__(self, key, value):
         held = dict.get(self, key)
-        if not isinstance(held, Stream):
+        if not isinstance(held, Plane):
             dict.__setitem__(self, key, value)
             return
         self.store.write(self.p, held, value)
@@ -132,7 +132,7 @@ class StoredState(MutableMapping, dict):
             self._renew()
 
     def __delitem__(self, key):
-        if isinstance(dict.get(self, key), Stream):
+        if isinstance(dict.get(self, key), Plane):
             raise TypeError(
                 f"halfstep: state {key!r} is in {self.store.path} and cannot be deleted; delete"
                 " the parameter's whole state to begin anew"
@@ -172,10 +172,10 @@ class StoredState(MutableMapping, dict):
         return dict, (self.copy(),)
 
     def __repr__(self):
-        return repr({key: "in a file" if isinstance(v, Stream) else v for key, v in self.raw()})
+        return repr({key: "in a file" if isinstance(v, Plane) else v for key, v in self.raw()})
 
     def raw(self):
-        """Yields keys and values, with a Stream for each state, and reads nothing."""
+        """Yields keys and values, with a Plane for each state, and reads nothing."""
         return dict.items(self)
 
 
@@ -340,7 +340,7 @@ class Store:
         for m in engine.members:
             held = state.get(m.p)
             if isinstance(held, StoredState) and held.store is self:
-                for key in ("step", *_layout.numbers_of(m.rule, m.streams)):
+                for key in ("step", *_layout.numbers_of(m.rule, m.planes)):
                     value = _layout.take_number(held, key, m.name)
                     if not _layout.is_number(held.get(key), key):
                         held[key] = _layout.number(value or _layout.initial(key), key)
@@ -391,7 +391,7 @@ class Store:
         values = {"step": float(record.state_steps), "id": _layout.signed(m.id)}
         values["recipe"] = _layout.pack_recipe(m.recipe)
         values.update((key, getattr(record, key)) for key in _layout.COUNTERS)
-        for key in _layout.scalars_of(m.rule, m.streams):
+        for key in _layout.scalars_of(m.rule, m.planes):
             values[key] = _calls.number(record, m.rule, key)
         return {key: _layout.number(value, key) for key, value in values.items()}
 
@@ -411,7 +411,7 @@ class Store:
         whole = {**(states.get(m.p) or {}), **made}
         for key in obsolete & set(whole):
             del whole[key]
-        for s in m.streams:
+        for s in m.planes:
             self.write(m.p, s, whole.pop(s.key))
         if weight is not None:
             with torch.no_grad():
@@ -440,12 +440,12 @@ class Store:
         return tensor
 
     def read(self, p, s):
-        """Returns the tensor of a stream of a parameter."""
+        """Returns the tensor of a plane of a parameter."""
         out = torch.empty(s.shape, dtype=s.dtype, device="cpu")
         return self._bytes(lib.halfstep_read_bytes, p, s, out)
 
     def write(self, p, s, tensor):
-        """Writes the tensor of a stream of a parameter. The next step makes it durable."""
+        """Writes the tensor of a plane of a parameter. The next step makes it durable."""
         _, name = self.indices.get(p, (None, "?"))
         tensor = _convert.adopt(tensor, s, name)
         self._bytes(lib.halfstep_write_bytes, p, s, tensor)

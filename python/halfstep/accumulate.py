@@ -166,7 +166,7 @@ class GradientAccumulator:
             device: Handle(threads, seed, device) for device in dict.fromkeys(self._devices)
         }
         # Nothing is stepped here. A rule without states gives each tensor a place, counters and a
-        # random stream.
+        # random strand.
         self._places = []
         for (name, p), device in zip(members, self._devices):
             handle, shape = self._handles[device], tuple(local(p).shape)

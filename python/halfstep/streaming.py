@@ -63,7 +63,7 @@ class Stage:
     def __init__(self, bus):
         self.bus, self.number, self.size = bus, len(bus.stages), 0
         bus.stages.append(self)
-        #: for each member: where each of its streams begins in the buffer, by key
+        #: for each member: where each of its planes begins in the buffer, by key
         self.places = {}
         #: for each member: the event after which its states are in CPU memory
         self.left = {}
@@ -76,7 +76,7 @@ class Stage:
         self.state = state
         for m in members:
             places = self.places[m] = {}
-            for s in m.streams:
+            for s in m.planes:
                 places[s.key] = self.size
                 self.size += -(-_bytes(s) // _ALIGNED) * _ALIGNED
 
@@ -85,16 +85,16 @@ class Stage:
         return _devices.HOST
 
     def addresses(self, m):
-        """Returns the memory of a member's streams while it is stepped, by key."""
+        """Returns the memory of a member's planes while it is stepped, by key."""
         memory = self.bus.buffer(self).memory
         return {key: memory[at:] for key, at in self.places[m].items()}
 
     def _copies(self, members):
-        """Yields (memory in the buffer, tensor in CPU memory) for each stream."""
+        """Yields (memory in the buffer, tensor in CPU memory) for each plane."""
         memory = self.bus.buffer(self).memory
         for m in members:
             held = self.state[m.p]
-            for s in m.streams:
+            for s in m.planes:
                 at = self.places[m][s.key]
                 yield memory[at : at + _bytes(s)].view(s.dtype).view(s.shape), local(held[s.key])
 
@@ -146,8 +146,8 @@ class Stage:
                 self.left.update(dict.fromkeys(members, buffer.left))
 
 
-def _bytes(stream):
-    return stream.dtype.itemsize * math.prod(stream.shape)
+def _bytes(plane):
+    return plane.dtype.itemsize * math.prod(plane.shape)
 
 
 class Streamed(HostedPlacement):

@@ -108,14 +108,14 @@ HSTEP_INLINE void hstep_philox4x32(uint32_t out[4], const uint32_t ctr[4], const
     out[3] = d;
 }
 
-/* The key of a stream of words. "lattice" multiplies both halves of a mixer word by `factor` and adds `offset`. These
+/* The key of a strand of words. "lattice" multiplies both halves of a mixer word by `factor` and adds `offset`. These
  * hold the same 16 bits in both halves. 1 and 0 leave the word as it is. */
 struct hstep_key {
     uint32_t k[4], factor, offset;
 };
 
 /* Returns the key for one write of one slot of one tensor. Requires write < 2^56 and slot < 256. */
-HSTEP_INLINE struct hstep_key hstep_key_stream(uint64_t seed, uint64_t tensor_id, uint64_t write, uint32_t slot)
+HSTEP_INLINE struct hstep_key hstep_key_strand(uint64_t seed, uint64_t tensor_id, uint64_t write, uint32_t slot)
 {
     struct hstep_key result;
     uint32_t ctr[4], key[2];
@@ -137,25 +137,25 @@ HSTEP_INLINE struct hstep_key hstep_key_stream(uint64_t seed, uint64_t tensor_id
  *
  * The high byte walks through all its 256 values in odd steps of 3 + 8j, which differ between elements. No step is 1,
  * because that would be slow. The factor is odd, so that for every t the map from h to u is a bijection. u is therefore
- * as uniform as h. `write` counts the writes of the slot itself, below 2^63. Bit 55 of the stream's write number
- * separates these streams from those of independent words, whose write number never reaches it. */
+ * as uniform as h. `write` counts the writes of the slot itself, below 2^63. Bit 55 of the strand's write number
+ * separates these strands from those of independent words, whose write number never reaches it. */
 #define HSTEP_LATTICE_SHIFT 8
 #define HSTEP_LATTICE_DOMAIN ((uint64_t)1 << 55)
 
 HSTEP_INLINE struct hstep_key hstep_key_lattice(uint64_t seed, uint64_t tensor_id, uint64_t write, uint32_t slot)
 {
     struct hstep_key result =
-        hstep_key_stream(seed, tensor_id, write >> HSTEP_LATTICE_SHIFT | HSTEP_LATTICE_DOMAIN, slot);
+        hstep_key_strand(seed, tensor_id, write >> HSTEP_LATTICE_SHIFT | HSTEP_LATTICE_DOMAIN, slot);
     uint32_t t = (uint32_t)write & ((1u << HSTEP_LATTICE_SHIFT) - 1);
     result.factor = ((1u + (t << 11)) & 65535u) * 0x00010001u;
     result.offset = (3u * t << 8 & 65535u) * 0x00010001u;
     return result;
 }
 
-HSTEP_INLINE uint32_t hstep_lattice_word(const struct hstep_key *stream, uint32_t h)
+HSTEP_INLINE uint32_t hstep_lattice_word(const struct hstep_key *strand, uint32_t h)
 {
     /* The low 16 bits of each sum count. They depend only on the low halves of the factor and the offset. */
-    uint32_t high = (h >> 16) * stream->factor + stream->offset, low = h * stream->factor + stream->offset;
+    uint32_t high = (h >> 16) * strand->factor + strand->offset, low = h * strand->factor + strand->offset;
     return high << 16 | (low & 65535u);
 }
 
@@ -164,35 +164,35 @@ HSTEP_INLINE struct hstep_key hstep_key_write(int generator, uint64_t seed, uint
                                               uint32_t slot)
 {
     return generator == HSTEP_GENERATOR_LATTICE ? hstep_key_lattice(seed, tensor_id, write, slot)
-                                                : hstep_key_stream(seed, tensor_id, write, slot);
+                                                : hstep_key_strand(seed, tensor_id, write, slot);
 }
 
 /* "philox7": computes the four words of pairs 4 * block .. 4 * block + 3. */
-HSTEP_INLINE void hstep_philox_block(const struct hstep_key *stream, uint64_t block, uint32_t out[4])
+HSTEP_INLINE void hstep_philox_block(const struct hstep_key *strand, uint64_t block, uint32_t out[4])
 {
     uint32_t ctr[4];
     ctr[0] = (uint32_t)block;
     ctr[1] = (uint32_t)(block >> 32);
-    ctr[2] = stream->k[2];
-    ctr[3] = stream->k[3];
-    hstep_philox4x32(out, ctr, stream->k, 7);
+    ctr[2] = strand->k[2];
+    ctr[3] = strand->k[3];
+    hstep_philox4x32(out, ctr, strand->k, 7);
 }
 
 /* "mixer": 32,768 words (65,536 elements) share a key, so that its cost is negligible and an index has 15 bits. */
 #define HSTEP_SEGMENT_SHIFT 15
 #define HSTEP_SEGMENT_WORDS (1u << HSTEP_SEGMENT_SHIFT)
 
-HSTEP_INLINE struct hstep_key hstep_key_segment(const struct hstep_key *stream, uint64_t segment)
+HSTEP_INLINE struct hstep_key hstep_key_segment(const struct hstep_key *strand, uint64_t segment)
 {
     struct hstep_key result;
     uint32_t ctr[4];
     ctr[0] = (uint32_t)segment;
     ctr[1] = (uint32_t)(segment >> 32);
-    ctr[2] = stream->k[2];
-    ctr[3] = stream->k[3];
-    hstep_philox4x32(result.k, ctr, stream->k, 10);
-    result.factor = stream->factor;
-    result.offset = stream->offset;
+    ctr[2] = strand->k[2];
+    ctr[3] = strand->k[3];
+    hstep_philox4x32(result.k, ctr, strand->k, 10);
+    result.factor = strand->factor;
+    result.offset = strand->offset;
     return result;
 }
 
@@ -215,9 +215,9 @@ HSTEP_INLINE uint32_t hstep_mixer_word(const struct hstep_key *segment_key, uint
     return x;
 }
 
-/* Writes n words of a stream to `out`, from pair first_pair on. The key must come from the same generator. "lattice"
- * takes any key, and makes independent words from one of hstep_key_stream(). */
-HSTEP_INLINE void hstep_random_words(int generator, const struct hstep_key *stream, uint64_t first_pair, size_t n,
+/* Writes n words of a strand to `out`, from pair first_pair on. The key must come from the same generator. "lattice"
+ * takes any key, and makes independent words from one of hstep_key_strand(). */
+HSTEP_INLINE void hstep_random_words(int generator, const struct hstep_key *strand, uint64_t first_pair, size_t n,
                                      uint32_t *out)
 {
     size_t j;
@@ -225,15 +225,15 @@ HSTEP_INLINE void hstep_random_words(int generator, const struct hstep_key *stre
         uint32_t block[4] = {0, 0, 0, 0};
         for (j = 0; j < n; j++) {
             uint64_t p = first_pair + j;
-            if (j == 0 || (p & 3) == 0) hstep_philox_block(stream, p >> 2, block);
+            if (j == 0 || (p & 3) == 0) hstep_philox_block(strand, p >> 2, block);
             out[j] = block[p & 3];
         }
     } else {
-        struct hstep_key key = *stream;
+        struct hstep_key key = *strand;
         for (j = 0; j < n; j++) {
             uint64_t p = first_pair + j;
             uint32_t i = (uint32_t)p & (HSTEP_SEGMENT_WORDS - 1);
-            if (j == 0 || i == 0) key = hstep_key_segment(stream, p >> HSTEP_SEGMENT_SHIFT);
+            if (j == 0 || i == 0) key = hstep_key_segment(strand, p >> HSTEP_SEGMENT_SHIFT);
             out[j] = hstep_mixer_word(&key, i);
             if (generator == HSTEP_GENERATOR_LATTICE) out[j] = hstep_lattice_word(&key, out[j]);
         }

@@ -40,7 +40,7 @@ HSTEP_INLINE uint32_t hstep_e4m3_store(uint32_t pattern)
     return x < 0x1p-6f ? (uint32_t)(x * 0x1p9f) : (pattern >> 20) - (120 << 3);
 }
 
-/* Returns scale number i of a stream, as an fp32 pattern. */
+/* Returns scale number i of a plane, as an fp32 pattern. */
 HSTEP_INLINE uint32_t hstep_scale_load(const int dtype, const char *scales, int64_t i)
 {
     uint32_t wide;

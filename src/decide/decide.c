@@ -160,7 +160,7 @@ static void count_shared(const struct hstep_call *call, int tensor)
  * it. Only the part with the first element adds them, so that a sum over the processes counts every tensor once. */
 static void add_to_round(const struct hstep_call *call, const struct hstep_tensor *t)
 {
-    if (hstep_is_whole(t) || (!t->first_row && !t->first_column && t->runs))
+    if (hstep_is_whole(t) || (!t->first_row && !t->first_column && t->tracks))
         hstep_merge_squares(call->plan.round_squares, call->statistics);
 }
 

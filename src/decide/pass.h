@@ -155,8 +155,8 @@ HSTEP_INLINE int hstep_fused_row(const struct hstep_tensor *t, const struct hste
 
 /* ---- What a scan looks for ---- */
 
-/* Returns the format of the main stream alone: the first format with the same codes and no second stream. A format
- * without a second stream is returned as it is. */
+/* Returns the format of the main plane alone: the first format with the same codes and no second plane. A format
+ * without a second plane is returned as it is. */
 HSTEP_INLINE int hstep_plain_format(int format)
 {
     for (int i = 0; i < HSTEP_FORMATS && hstep_formats[format].extra_bits; i++)

@@ -119,7 +119,7 @@ const char *hstep_unpreparable(const struct hstep_group *g, const struct hstep_t
     if (!is_centralized(g, t)) return NULL;
     if (t->n_columns != t->row_length)
         return "centralize needs whole rows; set it to 0 or split the tensor between rows";
-    if (t->unit > HSTEP_GROUP && t->dense && t->row_length % t->unit)
+    if (t->grain > HSTEP_CELL && t->dense && t->row_length % t->grain)
         return "centralize needs blocks that end with rows; set it to 0 or store the states in another format";
     return NULL;
 }
@@ -146,11 +146,11 @@ static void decay_of(const struct hstep_group *g, double *lr, double *decay, dou
  * uniform by itself, but not given the stored value, because that depends on earlier words. The steps of block codes
  * are no small part of a value, so this would bias states that feed on themselves. Block codes therefore have
  * independent words. */
-static struct hstep_key slot_stream(uint64_t seed, int generator, const struct hstep_tensor *t, int s)
+static struct hstep_key slot_strand(uint64_t seed, int generator, const struct hstep_tensor *t, int s)
 {
     const struct hstep_format *f = &hstep_formats[t->slot[s].format];
     if (generator != HSTEP_GENERATOR_LATTICE || hstep_is_of_states(f))
-        return hstep_key_stream(seed, t->id, t->writes, (uint32_t)s);
+        return hstep_key_strand(seed, t->id, t->writes, (uint32_t)s);
     int weight = s == HALFSTEP_SLOT_WEIGHT || hstep_slot_role(t, s) == HALFSTEP_ROLE_WEIGHT;
     return hstep_key_lattice(seed, t->id, weight ? t->full_steps : t->state_steps, (uint32_t)s);
 }
@@ -177,7 +177,7 @@ void hstep_repeat_update(const struct hstep_call *call, int tensor, const struct
             u->grid[s] = hstep_next_grid(slot->grid, hstep_state_beta(g, s - HALFSTEP_SLOT_STATE));
             u->onto[s] = hstep_onto_grid(u->grid[s], slot->root);
         }
-        if (u->stochastic >> s & 1) u->stream[s] = slot_stream(call->seed, generator, t, s);
+        if (u->stochastic >> s & 1) u->strand[s] = slot_strand(call->seed, generator, t, s);
     }
 }
 
@@ -250,7 +250,7 @@ void hstep_prepare_update(const struct hstep_call *call, int tensor, double clip
         u->onto[s] = hstep_onto_grid(u->grid[s], slot->root);
         if (f->stochastic && s != HALFSTEP_SLOT_GRADIENT) {
             u->stochastic |= 1u << s;
-            u->stream[s] = slot_stream(call->seed, generator, t, s);
+            u->strand[s] = slot_strand(call->seed, generator, t, s);
         }
     }
     u->zero_lr = base == 0.0;

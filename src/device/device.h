@@ -26,7 +26,7 @@ struct hstep_accumulation {
     char *accumulator;
     const char *gradient;
     float scale;
-    struct hstep_key stream;
+    struct hstep_key strand;
 };
 
 /* The arguments of read(), write() and saturated(): elements first .. end - 1 of a slot, whose codes are at `data`. */

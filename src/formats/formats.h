@@ -1,9 +1,9 @@
 /* Every storage format: its functions, and the members of its row as constants. Include a vocabulary first
  * (vec/README.md). formats.def lists the formats. src/formats/NAME.h holds one, where NAME is the function prefix. Its
- * row stands under its first comment. Element formats keep each number by itself, some with a second stream. Block
+ * row stands under its first comment. Element formats keep each number by itself, some with a second plane. Block
  * formats keep codes that share scales, for states. Packed formats are for weights (packed.h):
  *
- *   #define NAME_ROW "name", "title", ELEMENTS, dtype, dtype of the second stream or NONE, \
+ *   #define NAME_ROW "name", "title", ELEMENTS, dtype, dtype of the second plane or NONE, \
  *       roles = ..., stochastic = ...
  *   #define NAME_ROW "name", "title", GEOMETRY, dtype of the codes, dtype of the scales, \
  *       roles = ..., code_bits = ..., block = ..., stochastic = ..., root = ...
@@ -66,7 +66,7 @@ enum {
     NONNEG = HALFSTEP_ROLE_NONNEG
 };
 
-/* Bits of an element of each dtype. NONE is a missing stream. */
+/* Bits of an element of each dtype. NONE is a missing plane. */
 enum {
     HSTEP_BITS_NONE,
 #define HSTEP_DTYPE(name, bits) HSTEP_BITS_##name = bits,

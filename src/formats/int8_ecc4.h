@@ -6,7 +6,7 @@
  *
  * The codes and scales alone are the weight rounded to nearest. A position halfway between two codes goes up for even
  * elements and down for odd ones. If all went up, all weights that a model sees would be 1/32 of a scale too large on
- * average, which sums up in layers whose inputs have a mean. The second stream holds the errors in two's complement:
+ * average, which sums up in layers whose inputs have a mean. The second plane holds the errors in two's complement:
  * those of elements 2k and 2k + 1 in the low and the high half of byte k, 16 bytes for each block. Decoding gives
  * position * scale / 16, exactly. Stochastic rounding is unbiased; its error is below a step, which is at most
  * 1/1616 of the block's largest weight. */

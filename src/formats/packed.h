@@ -1,6 +1,6 @@
 /* Weights in packed blocks: 32 codes of a row, and before them the BF16 scale that they share, in 34 bytes. So one
- * stream holds all that a model needs. A code counts steps of the scale. A format with an error code counts finer
- * steps, and its second stream has what the codes leave out.
+ * plane holds all that a model needs. A code counts steps of the scale. A format with an error code counts finer
+ * steps, and its second plane has what the codes leave out.
  *
  *   T = round(2^16 (weight - change) / step)      position = floor((T + r) / 2^16), r the 16 random bits
  *

@@ -56,7 +56,7 @@ static int find_share(const halfstep_optimizer *o, int i)
 
 size_t hstep_workspace_floats(const struct hstep_device *device, const struct hstep_tensor *t)
 {
-    if (!(t->matrix || t->pairs) || !t->runs) return 0;
+    if (!(t->matrix || t->pairs) || !t->tracks) return 0;
     /* halfstep_run_norms() puts the vectors aside. */
     return device->workspace(t) + (t->pairs ? (size_t)(t->n_rows + t->matrices * t->row_length) : 0);
 }

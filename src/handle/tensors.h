@@ -14,7 +14,7 @@ int hstep_make_group(const halfstep_optimizer *o, const char *recipe, struct hst
 /* Checks a description, and makes the tensor that it describes in a group: its shape, part and formats. */
 int hstep_make_tensor(const halfstep_optimizer *o, const struct hstep_group *g, const halfstep_tensor *d,
                       struct hstep_tensor *t);
-/* Adds the bytes of a tensor to sums: of weights, gradients, the weights' extra streams, and states. */
+/* Adds the bytes of a tensor to sums: of weights, gradients, the weights' extra planes, and states. */
 enum { HSTEP_WEIGHTS, HSTEP_GRADIENTS, HSTEP_WEIGHT_EXTRAS, HSTEP_STATES, HSTEP_BYTES };
 void hstep_add_bytes(const struct hstep_tensor *t, uint64_t sum[HSTEP_BYTES]);
 /* Chooses the formats of a tensor's states under the group's hyper-parameters. */

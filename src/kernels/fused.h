@@ -16,18 +16,18 @@
 
 #include "kernels/tiles.h"
 
-/* A tile has sixteen groups because their maxima fill one vector of the widest instruction set. */
+/* A tile has sixteen cells because their maxima fill one vector of the widest instruction set. */
 #define FUSED_TILE 512
-#define FUSED_GROUPS (FUSED_TILE / HSTEP_GROUP)
+#define FUSED_CELLS (FUSED_TILE / HSTEP_CELL)
 
 /* The values of one state that a tile keeps from loop to loop: new values, or their stashed form for a block format.
  * Scales are converted to fp32 once, so that a loop reads them at no cost. */
 struct fused_state {
     HSTEP_ALIGNED float stash[FUSED_TILE];
     HSTEP_ALIGNED float old[FUSED_TILE]; /* stored values, only for a state that is stored as the weight is */
-    HSTEP_ALIGNED float scales[FUSED_GROUPS];
-    HSTEP_ALIGNED float inverses[FUSED_GROUPS];
-    HSTEP_ALIGNED uint32_t maxima[FUSED_GROUPS][VL];
+    HSTEP_ALIGNED float scales[FUSED_CELLS];
+    HSTEP_ALIGNED float inverses[FUSED_CELLS];
+    HSTEP_ALIGNED uint32_t maxima[FUSED_CELLS][VL];
 };
 
 struct fused_scratch {
@@ -61,7 +61,7 @@ V_OP vi fused_words(struct fused_words *w) { return lattice_of(mixer_next(&w->x,
 struct fused_slot {
     char *code, *extra; /* of the tile */
     struct fused_words words;
-    vi largest;    /* of the magnitudes in the group */
+    vi largest;    /* of the magnitudes in the cell */
     vf grid, onto; /* of a second moment, from hstep_fused.grid and .onto */
     struct fused_state *scratch;
 };
@@ -127,8 +127,8 @@ V_OP struct fused_slot fused_begin(const struct hstep_fused *a, struct fused_scr
         v_store(s->scratch->stash + r + VL, stashed_o);                                                      \
         vi larger = vi_max(magnitude_of(e, stashed_e, nonneg && fn##_root != 0),                             \
                            magnitude_of(o, stashed_o, nonneg && fn##_root != 0));                            \
-        s->largest = r % HSTEP_GROUP ? vi_max(s->largest, larger) : larger;                                  \
-        vi_store(s->scratch->maxima[r / HSTEP_GROUP], s->largest);                                           \
+        s->largest = r % HSTEP_CELL ? vi_max(s->largest, larger) : larger;                                   \
+        vi_store(s->scratch->maxima[r / HSTEP_CELL], s->largest);                                            \
     }
 #define FORMAT(id, fn) IF_ELEMENT(fn, FUSED_ELEMENTS(fn)) IF_BLOCK(fn, FUSED_BLOCKS(fn))
 #include "formats/formats.def"
@@ -280,8 +280,8 @@ V_OP void fused_rule(const struct hstep_fused *a, struct fused_scratch *scratch,
     const struct gradient_terms terms = gradient_terms(a->gradient_scale, 0.0f, 0.0f);
     for (int j = 0; j < HSTEP_MAX_SCALARS; j++) k[j] = v_set(a->k[j]);
 
-    for (int64_t b = 0; b < n; b += HSTEP_GROUP)
-        for (int64_t r = b; r < b + HSTEP_GROUP; r += PAIR) {
+    for (int64_t b = 0; b < n; b += HSTEP_CELL)
+        for (int64_t r = b; r < b + HSTEP_CELL; r += PAIR) {
             vf ge, go, se[HALFSTEP_MAX_STATES], so[HALFSTEP_MAX_STATES];
             if (plain) ge = v_loadu(g.code + 4 * r), go = v_loadu(g.code + 4 * (r + VL));
             else lg(&g, 0, r, &ge, &go);
@@ -329,7 +329,7 @@ struct fused_sum {
 
 V_OP struct fused_sum fused_no_sum(void) { return (struct fused_sum){va_zero(), vi_set(0)}; }
 
-/* Adds the squares of pair number `part` of a group to the sum. With `plain`, the vectors are in the order of memory.
+/* Adds the squares of pair number `part` of a cell to the sum. With `plain`, the vectors are in the order of memory.
  * They then first become a pair, by way of the scratch memory `plain_pair`. */
 V_OP void fused_square(struct fused_sum *s, const int part, vf e, vf o, const int plain, float *plain_pair)
 {
@@ -379,7 +379,7 @@ V_OP void fused_norms(const struct hstep_fused *a, struct fused_scratch *scratch
     const struct gradient_terms terms = gradient_terms(a->gradient_scale, 0.0f, 0.0f);
     for (int j = 0; j < HSTEP_MAX_SCALARS; j++) k[j] = v_set(a->k[j]);
     struct fused_sum sum0 = fused_no_sum(), sum1 = fused_no_sum(), sum2 = fused_no_sum(), sum3 = fused_no_sum();
-    for (int64_t b = 0; b < n; b += HSTEP_GROUP)
+    for (int64_t b = 0; b < n; b += HSTEP_CELL)
         for (int part = 0; part < PAIRS; part++) {
             const int64_t r = b + part * PAIR;
             vf ge, go, se[HALFSTEP_MAX_STATES], so[HALFSTEP_MAX_STATES], xe[HSTEP_MAX_NORMS], xo[HSTEP_MAX_NORMS];
@@ -532,13 +532,13 @@ typedef void fused_apply_function(const struct hstep_fused *, int, const float *
 
 /* ---- Codes of block states ---- */
 
-/* Stores the scales of a block state, from the maxima of its groups, and keeps their inverses. */
+/* Stores the scales of a block state, from the maxima of its cells, and keeps their inverses. */
 V_OP void fused_scales(const int format, const int nonneg, const struct hstep_fused *a, struct fused_state *scratch,
                        int slot, int64_t t, int64_t n)
 {
     const struct columns c = columns_of(format);
     HSTEP_ALIGNED uint32_t maxima[16];
-    block_maxima(scratch->maxima, n / HSTEP_GROUP, maxima);
+    block_maxima(scratch->maxima, n / HSTEP_CELL, maxima);
     encode_scales(format, nonneg, maxima, a->extra[slot] + t / c.block * hstep_scale_bytes(c.scale), scratch->inverses,
                   n);
 }

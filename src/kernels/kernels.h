@@ -1,6 +1,6 @@
 /* The table of kernels that kernels.c emits once per instruction set, and what its functions share with their callers.
  *
- * A tile is up to 256 elements, a whole number of groups of 32. Tile functions work on fp32 scratch memory in an order
+ * A tile is up to 256 elements, a whole number of cells of 32. Tile functions work on fp32 scratch memory in an order
  * that is private to the instruction set (vec/README.md). Only whole slots, statistics and single values leave it.
  * `nonneg` says that a state is never negative. `words` holds one random word per pair of elements. */
 #ifndef HSTEP_KERNELS_H
@@ -127,7 +127,7 @@ struct hstep_kernels {
     void (*from_plain)(const float *plain, float *x, int64_t n);
     /* Writes n random words from pair `first` on, both multiples of 16. For the mixer and the lattice they lie within
      * one segment. Indexed by generator row. */
-    void (*random[HSTEP_GENERATOR_COUNT])(const struct hstep_key *stream, uint64_t first, uint32_t *words, int64_t n);
+    void (*random[HSTEP_GENERATOR_COUNT])(const struct hstep_key *strand, uint64_t first, uint32_t *words, int64_t n);
     /* Fused steps, all NULL where VL is 1:
      *
      *   find_fused()        returns the number of a rule's step for a row of fused.def and a variant, or -1

@@ -1,5 +1,5 @@
 /* The functions that one pair of vectors goes through, even elements and odd ones. They have no loops and touch no
- * memory but the streams passed to them. For kernels.c, and for other code that compiles rules and formats, after its
+ * memory but the planes passed to them. For kernels.c, and for other code that compiles rules and formats, after its
  * vocabulary (vec/README.md). */
 #ifndef HSTEP_PAIR_H
 #define HSTEP_PAIR_H
@@ -8,13 +8,13 @@
 #include "kernels/kernels.h"
 
 #define PAIR (2 * VL)
-#define PAIRS (16 / VL) /* pairs in a group of 32 */
+#define PAIRS (16 / VL) /* pairs in a cell of 32 */
 
 /* The functions below switch on constants. Every caller is inlined with a constant format or rule, so only one case is
  * left. */
 
 /* Constants of a format's row (formats.h). block: elements that share a scale, or 0 for element formats. extra_bits:
- * bits of an element's second stream. steps: of a packed format, else 0. */
+ * bits of an element's second plane. steps: of a packed format, else 0. */
 struct columns {
     int bits, extra_bits, block, scale, stochastic, root, steps;
 };
@@ -39,7 +39,7 @@ V_OP struct columns columns_of(const int format)
 
 V_OP int is_block(const int format) { return columns_of(format).block != 0; }
 
-/* Return how far element t lies from the start of the main stream, and of a second stream of residuals or error codes.
+/* Return how far element t lies from the start of the main plane, and of a second plane of residuals or error codes.
  * t is a multiple of 32. */
 V_OP int64_t code_place(const struct columns c, int64_t t)
 {

@@ -32,16 +32,16 @@ V_OP void load_scales(const int scale, const int64_t block, const char *extra, f
 }
 
 /* Stores the scales of n elements, at most 512, and writes the inverses that values are multiplied by. maxima: one for
- * each group. A block has one or more groups. The maxima are overwritten by those of the blocks. */
+ * each cell. A block has one or more cells. The maxima are overwritten by those of the blocks. */
 V_OP void scales_of_blocks(vi (*scale_of)(vf, int), vf (*inverse_of)(vi, int), const int scale, const int block,
                            const int nonneg, uint32_t *maxima, char *extra, float *inverses, int64_t n)
 {
     HSTEP_ALIGNED uint32_t scales[16];
-    if (block > HSTEP_GROUP)
+    if (block > HSTEP_CELL)
         for (int64_t b = 0; b * block < n; b++) {
             uint32_t largest = 0;
-            for (int j = 0; j < block / HSTEP_GROUP; j++)
-                if (maxima[b * (block / HSTEP_GROUP) + j] > largest) largest = maxima[b * (block / HSTEP_GROUP) + j];
+            for (int j = 0; j < block / HSTEP_CELL; j++)
+                if (maxima[b * (block / HSTEP_CELL) + j] > largest) largest = maxima[b * (block / HSTEP_CELL) + j];
             maxima[b] = largest;
         }
     for (int b = 0; b < 16; b += VL) {
@@ -70,7 +70,7 @@ V_OP void encode_scales(const int format, const int nonneg, uint32_t *maxima, ch
     }
 }
 
-/* Reduces 16 rows of lane maxima, one row per group, to 16 maxima. Rows from `used` on count as 0. */
+/* Reduces 16 rows of lane maxima, one row per cell, to 16 maxima. Rows from `used` on count as 0. */
 V_OP void block_maxima(uint32_t (*rows)[VL], int64_t used, uint32_t *maxima)
 {
     for (int64_t b = used; b < 16; b++) vi_store(rows[b], vi_set(0));
@@ -110,9 +110,9 @@ V_OP void encode_tile(const int format, const int nonneg, const float *x, char *
     }
     HSTEP_ALIGNED float stash[HSTEP_TILE], inverses[16];
     HSTEP_ALIGNED uint32_t rows[16][VL], maxima[16];
-    for (int64_t b = 0; b * HSTEP_GROUP < n; b++) {
+    for (int64_t b = 0; b * HSTEP_CELL < n; b++) {
         vi largest = vi_set(0);
-        for (int64_t i = b * HSTEP_GROUP; i < (b + 1) * HSTEP_GROUP; i += VL) {
+        for (int64_t i = b * HSTEP_CELL; i < (b + 1) * HSTEP_CELL; i += VL) {
             vf stashed = stash_any(format, v_load(x + i), nonneg);
             if (has_grid(format, nonneg)) stashed = onto_grid(columns_of(format).root, stashed, v_set(onto));
             v_store(stash + i, stashed);
@@ -120,7 +120,7 @@ V_OP void encode_tile(const int format, const int nonneg, const float *x, char *
         }
         vi_store(rows[b], largest);
     }
-    block_maxima(rows, n / HSTEP_GROUP, maxima);
+    block_maxima(rows, n / HSTEP_CELL, maxima);
     encode_scales(format, nonneg, maxima, extra, inverses, n);
     for (int64_t i = 0; i < n; i += PAIR)
         encode_codes(format, nonneg, stash, inverses, code, i, vi_load(words + i / 2));
@@ -351,7 +351,7 @@ V_OP void squares_of(const int format, const char *code, int64_t n, double *sums
 {
     va a = va_zero();
     vi m = vi_set(0), limit = vi_set(0x7fffffff);
-    for (int64_t i = 0; i < n; i += HSTEP_GROUP)
+    for (int64_t i = 0; i < n; i += HSTEP_CELL)
         for (int part = 0; part < PAIRS; part++) {
             vf e, o;
             load_any(format, 0, code, NULL, i + part * PAIR, &e, &o);
@@ -366,7 +366,7 @@ V_OP void squares_of(const int format, const char *code, int64_t n, double *sums
 V_OP void sums_of(const int format, const char *code, int64_t n, double *sums)
 {
     va a = va_zero();
-    for (int64_t i = 0; i < n; i += HSTEP_GROUP)
+    for (int64_t i = 0; i < n; i += HSTEP_CELL)
         for (int part = 0; part < PAIRS; part++) {
             vf e, o;
             load_any(format, 0, code, NULL, i + part * PAIR, &e, &o);
@@ -404,32 +404,32 @@ static void from_plain(const float *plain, float *x, int64_t n)
 
 /* ---- Random words ---- */
 
-static void random_LATTICE(const struct hstep_key *stream, uint64_t first, uint32_t *words, int64_t n)
+static void random_LATTICE(const struct hstep_key *strand, uint64_t first, uint32_t *words, int64_t n)
 {
-    struct hstep_key key = hstep_key_segment(stream, first >> HSTEP_SEGMENT_SHIFT);
+    struct hstep_key key = hstep_key_segment(strand, first >> HSTEP_SEGMENT_SHIFT);
     vi x = mixer_start(&key, first), k1 = vi_set(key.k[1]), factor = vi_set(key.factor), offset = vi_set(key.offset);
     for (int64_t i = 0; i < n; i += VL) vi_store(words + i, lattice_of(mixer_next(&x, k1), factor, offset));
 }
 
-static void random_MIXER(const struct hstep_key *stream, uint64_t first, uint32_t *words, int64_t n)
+static void random_MIXER(const struct hstep_key *strand, uint64_t first, uint32_t *words, int64_t n)
 {
-    struct hstep_key key = hstep_key_segment(stream, first >> HSTEP_SEGMENT_SHIFT);
+    struct hstep_key key = hstep_key_segment(strand, first >> HSTEP_SEGMENT_SHIFT);
     vi x = mixer_start(&key, first), k1 = vi_set(key.k[1]);
     for (int64_t i = 0; i < n; i += VL) vi_store(words + i, mixer_next(&x, k1));
 }
 
-static void random_PHILOX7(const struct hstep_key *stream, uint64_t first, uint32_t *words, int64_t n)
+static void random_PHILOX7(const struct hstep_key *strand, uint64_t first, uint32_t *words, int64_t n)
 {
     uint64_t block = first >> 2;
     if (VL == 1 || (uint32_t)block > UINT32_MAX - HSTEP_TILE) {
-        for (int64_t i = 0; i < n; i += 4) hstep_philox_block(stream, block + (uint64_t)i / 4, words + i);
+        for (int64_t i = 0; i < n; i += 4) hstep_philox_block(strand, block + (uint64_t)i / 4, words + i);
         return;
     }
     /* Computes VL blocks side by side, one per lane. */
     for (int64_t i = 0; i < n; i += 4 * VL) {
         vi a = vi_add(vi_set((uint32_t)block + (uint32_t)(i / 4)), vi_iota()), b = vi_set((uint32_t)(block >> 32));
-        vi c = vi_set(stream->k[2]), d = vi_set(stream->k[3]);
-        uint32_t k = stream->k[0], l = stream->k[1];
+        vi c = vi_set(strand->k[2]), d = vi_set(strand->k[3]);
+        uint32_t k = strand->k[0], l = strand->k[1];
         for (int round = 0; round < 7; round++) {
             vi p = vi_mul(vi_set(0xD2511F53u), a), p_high = vi_mulhi(vi_set(0xD2511F53u), a);
             vi q = vi_mul(vi_set(0xCD9E8D57u), c), q_high = vi_mulhi(vi_set(0xCD9E8D57u), c);

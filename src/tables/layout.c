@@ -1,10 +1,10 @@
 /* Computes where the elements of a tensor lie. No function here reads an element. */
 #include "tables/layout.h"
 
-int hstep_unit_of(int format)
+int hstep_grain_of(int format)
 {
     const struct hstep_format *f = &hstep_formats[format];
-    return f->geometry != HALFSTEP_GEOMETRY_TENSOR && f->block > HSTEP_GROUP ? f->block : HSTEP_GROUP;
+    return f->geometry != HALFSTEP_GEOMETRY_TENSOR && f->block > HSTEP_CELL ? f->block : HSTEP_CELL;
 }
 
 int64_t hstep_blocks_per_row(const struct hstep_tensor *t, int format)
@@ -104,26 +104,26 @@ static int is_kept(int rule, int state)
 void hstep_lay_out(struct hstep_tensor *t)
 {
     int64_t stride = hstep_row_stride(t->row_length), rows = t->n_rows, columns = t->n_columns;
-    t->unit = HSTEP_GROUP;
+    t->grain = HSTEP_CELL;
     int flat = 0;
     for (int s = HALFSTEP_SLOT_STATE; s < HSTEP_SLOTS; s++) {
         if (t->slot[s].format < 0) continue;
-        int unit = hstep_unit_of(t->slot[s].format);
-        if (unit > t->unit) t->unit = unit;
+        int grain = hstep_grain_of(t->slot[s].format);
+        if (grain > t->grain) t->grain = grain;
         flat |= hstep_formats[t->slot[s].format].geometry == HALFSTEP_GEOMETRY_FLAT;
     }
     t->index0 = (uint64_t)t->first_row * (uint64_t)stride + (uint64_t)t->first_column;
     t->index_stride = stride;
-    /* Rows that are consecutive in index space and contiguous in memory form one run. */
-    t->dense = columns == stride && (t->unit == HSTEP_GROUP || t->row_length % t->unit == 0);
+    /* Rows that are consecutive in index space and contiguous in memory form one track. */
+    t->dense = columns == stride && (t->grain == HSTEP_CELL || t->row_length % t->grain == 0);
     if (flat) {
         t->dense = 1;
         t->index0 = (uint64_t)t->first_row * (uint64_t)t->row_length;
         t->index_stride = hstep_row_stride(t->rows * t->row_length);
     }
-    t->runs = t->dense ? 1 : rows;
-    t->run_length = t->dense ? rows * columns : columns;
-    if (!rows || !columns) t->runs = t->run_length = 0;
+    t->tracks = t->dense ? 1 : rows;
+    t->track_length = t->dense ? rows * columns : columns;
+    if (!rows || !columns) t->tracks = t->track_length = 0;
     t->matrix = hstep_is_matrix(t->rule, t->ndim, t->pattern_rows, t->row_length);
     /* Loops over slots do not see an optional vector that is not stored. C has no empty arrays, so kernels of a rule
      * without states get a list of one empty state. */
@@ -140,29 +140,33 @@ void hstep_lay_out(struct hstep_tensor *t)
     t->sums = hstep_sum_of_state(t, HSTEP_SLOTS) + t->cautious;
 }
 
-/* Cuts elements from .. to - 1 of each of n_runs runs. Writes the chunks to out, if that is not NULL. */
-static int64_t cut_runs(const struct hstep_tensor *t, int index, int64_t first_run, int64_t n_runs, int64_t from,
-                        int64_t to, struct hstep_chunk *out)
+/* Cuts elements from .. to - 1 of each of n_tracks tracks. Writes the chunks to out, if that is not NULL. */
+static int64_t cut_tracks(const struct hstep_tensor *t, int index, int64_t first_track, int64_t n_tracks, int64_t from,
+                          int64_t to, struct hstep_chunk *out)
 {
     int64_t n = 0, length = to - from;
     if (length < HSTEP_CHUNK) {
         int64_t per_chunk = HSTEP_CHUNK / length;
-        for (int64_t run = 0; run < n_runs; run += per_chunk, n++)
+        for (int64_t track = 0; track < n_tracks; track += per_chunk, n++)
             if (out)
-                out[n] = (struct hstep_chunk){
-                    index, first_run + run, n_runs - run < per_chunk ? n_runs - run : per_chunk, from, length, 0};
+                out[n] = (struct hstep_chunk){index,
+                                              first_track + track,
+                                              n_tracks - track < per_chunk ? n_tracks - track : per_chunk,
+                                              from,
+                                              length,
+                                              0};
         return n;
     }
-    for (int64_t run = first_run; run < first_run + n_runs; run++) {
-        /* Cuts at multiples of a chunk. If units start at multiples in index space, cuts lie there too. This also keeps
-         * a chunk within one segment of random words. Otherwise cuts lie in columns. */
-        uint64_t first = t->dense || t->unit == HSTEP_GROUP ? t->index0 + (uint64_t)(run * t->index_stride)
+    for (int64_t track = first_track; track < first_track + n_tracks; track++) {
+        /* Cuts at multiples of a chunk. If grains start at multiples in index space, cuts lie there too. This also
+         * keeps a chunk within one segment of random words. Otherwise cuts lie in columns. */
+        uint64_t first = t->dense || t->grain == HSTEP_CELL ? t->index0 + (uint64_t)(track * t->index_stride)
                                                             : (uint64_t)t->first_column;
         int64_t start = (int64_t)(first % (uint64_t)HSTEP_CHUNK);
         for (int64_t offset = from; offset < to; n++) {
             int64_t some = HSTEP_CHUNK - (start + offset) % HSTEP_CHUNK;
             if (some > to - offset) some = to - offset;
-            if (out) out[n] = (struct hstep_chunk){index, run, 1, offset, some, 0};
+            if (out) out[n] = (struct hstep_chunk){index, track, 1, offset, some, 0};
             offset += some;
         }
     }
@@ -172,16 +176,16 @@ static int64_t cut_runs(const struct hstep_tensor *t, int index, int64_t first_r
 int64_t hstep_cut_tensor(const struct hstep_tensor *t, int index, struct hstep_chunk *out)
 {
     int64_t n = 0;
-    if (!t->runs) return 0;
-    if (!t->matrix && !t->piece_rows) return cut_runs(t, index, 0, t->runs, 0, t->run_length, out);
+    if (!t->tracks) return 0;
+    if (!t->matrix && !t->piece_rows) return cut_tracks(t, index, 0, t->tracks, 0, t->track_length, out);
     /* Matrices and pieces begin with chunks of their own. */
     for (int64_t i = 0, start = 0, rows; start < t->n_rows; i++, start += rows) {
         rows = t->matrix ? hstep_matrix_rows(t, i) : t->piece_rows;
         if (rows > t->n_rows - start) rows = t->n_rows - start;
         const int64_t from = start * t->n_columns;
         struct hstep_chunk *place = out ? out + n : NULL;
-        n += t->dense ? cut_runs(t, index, 0, 1, from, from + rows * t->n_columns, place)
-                      : cut_runs(t, index, start, rows, 0, t->run_length, place);
+        n += t->dense ? cut_tracks(t, index, 0, 1, from, from + rows * t->n_columns, place)
+                      : cut_tracks(t, index, start, rows, 0, t->track_length, place);
     }
     return n;
 }
@@ -190,7 +194,7 @@ int64_t hstep_join_chunks(struct hstep_chunk *chunks, int64_t n, int64_t *tasks)
 {
     int64_t left = 0, count = 0;
     for (int64_t i = 0; i < n; i++) {
-        int64_t cost = chunks[i].runs * chunks[i].length + HSTEP_CHUNK_COST;
+        int64_t cost = chunks[i].tracks * chunks[i].length + HSTEP_CHUNK_COST;
         if (cost > left) {
             tasks[count++] = i;
             left = HSTEP_CHUNK;
@@ -202,11 +206,11 @@ int64_t hstep_join_chunks(struct hstep_chunk *chunks, int64_t n, int64_t *tasks)
     return count;
 }
 
-int64_t hstep_unit_lead(const struct hstep_tensor *t, int64_t element, uint64_t index)
+int64_t hstep_grain_lead(const struct hstep_tensor *t, int64_t element, uint64_t index)
 {
-    if (t->unit == HSTEP_GROUP) return (int64_t)(index % HSTEP_GROUP);
-    if (t->dense) return (int64_t)(index % (uint64_t)t->unit);
-    return (t->first_column + element % t->n_columns) % t->unit;
+    if (t->grain == HSTEP_CELL) return (int64_t)(index % HSTEP_CELL);
+    if (t->dense) return (int64_t)(index % (uint64_t)t->grain);
+    return (t->first_column + element % t->n_columns) % t->grain;
 }
 
 struct hstep_stretch hstep_row_of(const struct hstep_tensor *t, int64_t row)
@@ -216,22 +220,22 @@ struct hstep_stretch hstep_row_of(const struct hstep_tensor *t, int64_t row)
 }
 
 /* A tile of columns is read as a whole, even beyond the end of the chunk that holds its first element. */
-struct hstep_stretch hstep_summed_of(const struct hstep_tensor *t, const struct hstep_chunk *c, int64_t run)
+struct hstep_stretch hstep_summed_of(const struct hstep_tensor *t, const struct hstep_chunk *c, int64_t track)
 {
-    const uint64_t start = t->index0 + (uint64_t)(run * t->index_stride);
+    const uint64_t start = t->index0 + (uint64_t)(track * t->index_stride);
     int64_t row = t->index_stride, ends[2] = {c->offset, c->offset + c->length};
     for (int i = 0; i < 2; i++) {
-        if (hstep_is_summed_singly(t) || ends[i] == 0 || ends[i] == t->run_length) continue;
+        if (hstep_is_summed_singly(t) || ends[i] == 0 || ends[i] == t->track_length) continue;
         int64_t column = (int64_t)((start + (uint64_t)ends[i]) % (uint64_t)row), over = column % HSTEP_TILE;
         if (!over) continue;
         int64_t up = HSTEP_TILE - over;
         if (up > row - column) up = row - column;
-        ends[i] += up < t->run_length - ends[i] ? up : t->run_length - ends[i];
+        ends[i] += up < t->track_length - ends[i] ? up : t->track_length - ends[i];
     }
-    return (struct hstep_stretch){run * t->run_length + ends[0], start + (uint64_t)ends[0], ends[1] - ends[0]};
+    return (struct hstep_stretch){track * t->track_length + ends[0], start + (uint64_t)ends[0], ends[1] - ends[0]};
 }
 
-int hstep_next_piece(const struct hstep_tensor *t, int format, int64_t first, int64_t end, struct hstep_piece *p)
+int hstep_next_portion(const struct hstep_tensor *t, int format, int64_t first, int64_t end, struct hstep_portion *p)
 {
     const struct hstep_format *f = &hstep_formats[format];
     p->element = p->n ? p->element + p->n : first;

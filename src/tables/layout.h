@@ -1,10 +1,11 @@
-/* Units, runs, chunks and offsets: where the elements of a tensor lie. Integers only. Devices compile layout.c too. */
+/* Grains, tracks, chunks and offsets: where the elements of a tensor lie. Integers only. Devices compile layout.c
+ * too. */
 #ifndef HSTEP_LAYOUT_H
 #define HSTEP_LAYOUT_H
 
 #include "tables/tensor.h"
 
-/* Fills in a tensor's runs, index space, unit, kind and sums. Its slots and `cautious` must be set. */
+/* Fills in a tensor's tracks, index space, grain, kind and sums. Its slots and `cautious` must be set. */
 void hstep_lay_out(struct hstep_tensor *t);
 /* Returns the number of chunks of a laid out tensor. Writes them to `out` if that is not NULL, with tensor number
  * `index`. */
@@ -62,7 +63,7 @@ HSTEP_INLINE int64_t hstep_chunk_from(const struct hstep_tensor *t, const struct
     int64_t low = t->first_chunk, high = low + t->chunks;
     while (low < high) {
         const int64_t middle = low + (high - low) / 2;
-        if (chunks[middle].run * t->run_length + chunks[middle].offset < element) low = middle + 1;
+        if (chunks[middle].track * t->track_length + chunks[middle].offset < element) low = middle + 1;
         else high = middle;
     }
     return low;
@@ -80,14 +81,14 @@ HSTEP_INLINE int64_t hstep_matrix_chunk(const struct hstep_tensor *t, const stru
 int64_t hstep_join_chunks(struct hstep_chunk *chunks, int64_t n, int64_t *tasks);
 
 int64_t hstep_blocks_per_row(const struct hstep_tensor *t, int format);
-/* Returns the number of elements that are worked on as a whole: a group of 32, or a block if that is longer. */
-int hstep_unit_of(int format);
-/* Returns the bytes from the start of a stream to an element held here. For block formats, it must be a block's
+/* Returns the number of elements that are worked on as a whole: a cell of 32, or a block if that is longer. */
+int hstep_grain_of(int format);
+/* Returns the bytes from the start of a plane to an element held here. For block formats, it must be a block's
  * first. */
 int64_t hstep_code_offset(const struct hstep_tensor *t, int format, int64_t element);
 int64_t hstep_extra_offset(const struct hstep_tensor *t, int format, int64_t element);
 
-/* Tells whether an optimizer keeps the codes of a slot, or with `extra` its extra stream. It keeps neither the codes of
+/* Tells whether an optimizer keeps the codes of a slot, or with `extra` its extra plane. It keeps neither the codes of
  * the weight nor the gradient, which are the caller's. */
 HSTEP_INLINE int hstep_keeps(const struct hstep_tensor *t, int slot, int extra)
 {
@@ -95,16 +96,16 @@ HSTEP_INLINE int hstep_keeps(const struct hstep_tensor *t, int slot, int extra)
     return extra ? slot != HALFSTEP_SLOT_GRADIENT && s->extra_bytes : slot >= HALFSTEP_SLOT_STATE && s->code_bytes;
 }
 
-/* A stream that an optimizer keeps: the codes of a slot or its extra stream. */
+/* A plane that an optimizer keeps: the codes of a slot or its extra plane. */
 struct hstep_cursor {
     int slot, extra;
     char **place; /* where the slot has its address; only for callers that may change the tensor */
     uint64_t bytes;
 };
 
-/* Moves to the next stream that an optimizer keeps for a tensor. The first call takes a zeroed cursor. The extra stream
- * of the weight comes first, then codes and extra stream of each state. Returns 0 if none is left. */
-HSTEP_INLINE int hstep_next_stream(const struct hstep_tensor *t, struct hstep_cursor *c)
+/* Moves to the next plane that an optimizer keeps for a tensor. The first call takes a zeroed cursor. The extra plane
+ * of the weight comes first, then codes and extra plane of each state. Returns 0 if none is left. */
+HSTEP_INLINE int hstep_next_plane(const struct hstep_tensor *t, struct hstep_cursor *c)
 {
     do {
         c->slot += c->extra;
@@ -119,8 +120,8 @@ HSTEP_INLINE int hstep_next_stream(const struct hstep_tensor *t, struct hstep_cu
 
 /* Returns the number of an element held here in the whole tensor, counted row by row. */
 uint64_t hstep_number_of(const struct hstep_tensor *t, int64_t element);
-/* Returns how far into its unit an element lies. */
-int64_t hstep_unit_lead(const struct hstep_tensor *t, int64_t element, uint64_t index);
+/* Returns how far into its grain an element lies. */
+int64_t hstep_grain_lead(const struct hstep_tensor *t, int64_t element, uint64_t index);
 
 /* Elements that are consecutive in memory and in index space. */
 struct hstep_stretch {
@@ -129,12 +130,12 @@ struct hstep_stretch {
     int64_t n;
 };
 
-/* Returns the part of a run that a chunk holds. */
+/* Returns the part of a track that a chunk holds. */
 HSTEP_INLINE struct hstep_stretch hstep_stretch_of(const struct hstep_tensor *t, const struct hstep_chunk *c,
-                                                   int64_t run)
+                                                   int64_t track)
 {
-    const struct hstep_stretch s = {run * t->run_length + c->offset,
-                                    t->index0 + (uint64_t)(run * t->index_stride) + (uint64_t)c->offset, c->length};
+    const struct hstep_stretch s = {track * t->track_length + c->offset,
+                                    t->index0 + (uint64_t)(track * t->index_stride) + (uint64_t)c->offset, c->length};
     return s;
 }
 
@@ -153,16 +154,16 @@ HSTEP_INLINE struct hstep_stretch hstep_take(struct hstep_stretch *s, int64_t n)
 struct hstep_stretch hstep_row_of(const struct hstep_tensor *t, int64_t row);
 /* Returns true if elements are added to sums one by one, and exactly. Rows too short for chunks are summed so, which
  * makes every cut of them equal. Others are summed in tiles of at most 256 columns, from multiples of 256 on. */
-HSTEP_INLINE int hstep_is_summed_singly(const struct hstep_tensor *t) { return t->index_stride < HSTEP_GROUP; }
-/* Returns the part of a run that is summed with a chunk: the tiles of columns whose first element the chunk holds. */
-struct hstep_stretch hstep_summed_of(const struct hstep_tensor *t, const struct hstep_chunk *c, int64_t run);
+HSTEP_INLINE int hstep_is_summed_singly(const struct hstep_tensor *t) { return t->index_stride < HSTEP_CELL; }
+/* Returns the part of a track that is summed with a chunk: the tiles of columns whose first element the chunk holds. */
+struct hstep_stretch hstep_summed_of(const struct hstep_tensor *t, const struct hstep_chunk *c, int64_t track);
 /* Takes the elements that are summed at once: within one tile of columns, and with by_rows within one row. */
 HSTEP_INLINE struct hstep_stretch hstep_take_summed(const struct hstep_tensor *t, struct hstep_stretch *s, int by_rows)
 {
     const int64_t row = t->index_stride;
     int64_t n = HSTEP_TILE;
     if (hstep_is_summed_singly(t)) {
-        n -= hstep_unit_lead(t, s->element, s->index);
+        n -= hstep_grain_lead(t, s->element, s->index);
     } else {
         const int64_t column = (int64_t)(s->index % (uint64_t)row);
         n -= column % HSTEP_TILE;
@@ -172,15 +173,15 @@ HSTEP_INLINE struct hstep_stretch hstep_take_summed(const struct hstep_tensor *t
     return hstep_take(s, n);
 }
 
-/* A piece of up to a tile of elements, which begins at the start of a block. The first `skip` elements were not asked
+/* A portion of up to a tile of elements, which begins at the start of a block. The first `skip` elements were not asked
  * for. */
-struct hstep_piece {
+struct hstep_portion {
     int64_t element;
     int n, skip;
 };
 
-/* Finds the next piece before element `end`. The first call takes a zeroed *p. For blocks of rows, pieces go along each
- * row, otherwise straight through memory. Returns 0 if none is left. */
-int hstep_next_piece(const struct hstep_tensor *t, int format, int64_t first, int64_t end, struct hstep_piece *p);
+/* Finds the next portion before element `end`. The first call takes a zeroed *p. For blocks of rows, portions go along
+ * each row, otherwise straight through memory. Returns 0 if none is left. */
+int hstep_next_portion(const struct hstep_tensor *t, int format, int64_t first, int64_t end, struct hstep_portion *p);
 
 #endif

@@ -21,7 +21,7 @@ enum {
     PACKED = HALFSTEP_GEOMETRY_PACKED
 };
 
-/* Checks of rows, for what the kernels, the staging tiles and the offsets of streams assume. A wrong row does not
+/* Checks of rows, for what the kernels, the staging tiles and the offsets of planes assume. A wrong row does not
  * compile, and the message names it. */
 #define ROLES (WEIGHT | GRADIENT | SIGNED | NONNEG)
 #define ROW(condition, name, text) _Static_assert(condition, name ": " text);
@@ -39,8 +39,8 @@ enum {
 #define ELEMENTS_ARE_RIGHT(fn, name)                                                                       \
     ROW(fn##_code_bits == 16 || fn##_code_bits == 32, name, "codes of single elements have 16 or 32 bits") \
     ROW(fn##_extra_bits == 0 || fn##_extra_bits == 8 || fn##_extra_bits == 16, name,                       \
-        "a second stream has 8 or 16 bits")                                                                \
-    ROW(!(fn##_roles & GRADIENT) || fn##_extra_bits == 0, name, "gradients have no second stream")
+        "a second plane has 8 or 16 bits")                                                                 \
+    ROW(!(fn##_roles & GRADIENT) || fn##_extra_bits == 0, name, "gradients have no second plane")
 #define PACKED_IS_RIGHT(fn, name, stored_bits, error_bits)                                            \
     ROW((int)fn##_roles == (int)WEIGHT, name, "packed formats are for weights")                       \
     ROW(stored_bits == 8, name, "packed codes are stored in bytes")                                   \
@@ -54,8 +54,8 @@ enum {
         "codes in blocks have 8, 6 or 4 bits")                                                   \
     ROW(stored_bits == 8, name, "codes in blocks are stored in bytes")                           \
     ROW(fn##_root >= 0 && fn##_root <= 2, name, "the root of a grid is 0, 1 or 2")
-#define SIZE_IS_RIGHT(fn, name)                                                                                       \
-    ROW(fn##_block % HSTEP_GROUP == 0 && fn##_block > 0 && HSTEP_TILE % (fn##_block > 0 ? fn##_block : 1) == 0, name, \
+#define SIZE_IS_RIGHT(fn, name)                                                                                      \
+    ROW(fn##_block % HSTEP_CELL == 0 && fn##_block > 0 && HSTEP_TILE % (fn##_block > 0 ? fn##_block : 1) == 0, name, \
         "blocks have 32, 64, 128 or 256 elements")
 #define TENSOR_IS_RIGHT(fn, name)                                                        \
     ROW(fn##_block == 1 << 30, name, "the block of a whole tensor has 1 << 30 elements") \

@@ -93,7 +93,7 @@ struct hstep_rule {
 };
 
 extern HSTEP_TABLE const struct hstep_format hstep_formats[HSTEP_FORMATS];
-/* Returns true if a format stores states in blocks. Their second stream has scales. */
+/* Returns true if a format stores states in blocks. Their second plane has scales. */
 HSTEP_INLINE int hstep_is_of_states(const struct hstep_format *f)
 {
     return f->block && !(f->roles & HALFSTEP_ROLE_WEIGHT);
@@ -188,11 +188,11 @@ int hstep_has_matrices(int rule);
 int hstep_is_matrix(int rule, int ndim, int64_t rows, int64_t row_length);
 int hstep_pairs(int rule, int ndim, int64_t rows, int64_t row_length); /* pairs of vectors that a matrix has */
 int hstep_state_of_shape(int rule, int state, int ndim, int64_t rows, int64_t row_length);
-/* Returns true if the blocks of a format are runs of a row. */
+/* Returns true if the blocks of a format are stretches of a row. */
 int hstep_is_by_row(int format);
 /* Returns true if a format can store a state of that role. */
 int hstep_format_serves(int format, int role);
-/* Return the bytes of n_rows x n_columns elements, and of their second stream. */
+/* Return the bytes of n_rows x n_columns elements, and of their second plane. */
 uint64_t hstep_code_bytes(int format, int64_t n_rows, int64_t n_columns);
 uint64_t hstep_extra_bytes(int format, int64_t n_rows, int64_t n_columns);
 

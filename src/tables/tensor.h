@@ -7,9 +7,9 @@
 #include "tables/tables.h"
 
 #define HSTEP_SLOTS (2 + HALFSTEP_MAX_STATES)
-/* Elements are worked on in groups of this size. Random words and chunks are counted in them. */
-#define HSTEP_GROUP 32
-/* Elements decoded at once: a whole number of groups, and of blocks of every format. */
+/* Elements are worked on in cells of this size. Random words and chunks are counted in them. */
+#define HSTEP_CELL 32
+/* Elements decoded at once: a whole number of cells, and of blocks of every format. */
 #define HSTEP_TILE 256
 
 struct hstep_slot {
@@ -38,13 +38,13 @@ struct hstep_tensor {
     int blocks;                                          /* of one pattern */
     int64_t matrices;     /* number of matrices held here; 1 unless the tensor is stepped as matrices */
     int64_t first_matrix; /* number in the whole tensor of the first matrix held here; 0 unless there are matrices */
-    /* The part held here consists of `runs` runs of `run_length` elements, dense in memory one after another. Run r
-     * starts at element index0 + r * index_stride of the space that indexes random bits and blocks. */
-    int64_t runs, run_length, index_stride;
+    /* The part held here consists of `tracks` tracks of `track_length` elements, dense in memory one after another.
+     * Track r starts at element index0 + r * index_stride of the space that indexes random bits and blocks. */
+    int64_t tracks, track_length, index_stride;
     uint64_t index0;
-    /* Elements are worked on in units of 32, or of the longest block of a state. If rows are dense in index space, a
-     * unit starts at a multiple of its length there. Otherwise it starts at such a column. */
-    int unit, dense;
+    /* Elements are worked on in grains of 32, or of the longest block of a state. If rows are dense in index space, a
+     * grain starts at a multiple of its length there. Otherwise it starts at such a column. */
+    int grain, dense;
     int matrix;   /* stepped as matrices */
     int pairs;    /* of vectors over rows and columns */
     int cautious; /* its group is cautious; the last sum then counts the elements that agree */
@@ -97,11 +97,11 @@ HSTEP_INLINE int hstep_sum_of_state(const struct hstep_tensor *t, int slot)
     return sum;
 }
 
-/* The part of one tensor that one thread handles: whole runs, or a part of one run. */
+/* The part of one tensor that one thread handles: whole tracks, or a part of one track. */
 struct hstep_chunk {
     int tensor;
-    int64_t run, runs, offset, length; /* length: elements of each run, from offset */
-    int64_t task;                      /* the task that handles it, alone or with adjacent chunks */
+    int64_t track, tracks, offset, length; /* length: elements of each track, from offset */
+    int64_t task;                          /* the task that handles it, alone or with adjacent chunks */
 };
 
 /* Elements of a chunk: enough to hide the cost of a task, few enough to share among many threads. The segments of the
@@ -133,8 +133,8 @@ struct hstep_update {
     float scale[HSTEP_SLOTS];               /* after the update, of states with one scale */
     float grid[HSTEP_SLOTS];                /* after the update, of slots that have one */
     float onto[HSTEP_SLOTS];                /* factor before coding: hstep_onto_grid() of `grid` */
-    int generator;                          /* row of the generator of the streams' words */
-    struct hstep_key stream[HSTEP_SLOTS];   /* of stochastic slots */
+    int generator;                          /* row of the generator of the strands' words */
+    struct hstep_key strand[HSTEP_SLOTS];   /* of stochastic slots */
 };
 
 /* Returns true if a tensor takes part in the sums of a step. A skipped tensor does not. With lr 0 a tensor takes no

@@ -50,7 +50,7 @@ static int write_all(const unsigned char *bytes, size_t n)
     return 0;
 }
 
-static int stream(const struct random *r)
+static int strand(const struct random *r)
 {
     enum { WORDS = 1 << 15 };
     static uint32_t words[WORDS];
@@ -89,14 +89,14 @@ static int write_words(struct args *args, void *options)
     if (isatty(STDOUT_FILENO)) return failure("random", "stdout is a terminal; pipe it into a tester or a file");
     /* A tester that has read enough closes the pipe. That counts as success. */
     signal(SIGPIPE, SIG_IGN);
-    return stream(r);
+    return strand(r);
 }
 
 const struct command random_command = {
     .name = "random",
     .usage = "--generator NAME [options]",
     .summary =
-        "Writes the random words of one stream to stdout as raw little-endian 32-bit integers, for statistical tests.",
+        "Writes the random words of one strand to stdout as raw little-endian 32-bit integers, for statistical tests.",
     .notes = "  halfstep random --generator mixer --seed 1 | dieharder -a -g 200\n",
     COMMAND_OPTIONS(rows, struct random),
     .run = write_words,

@@ -16,7 +16,7 @@ struct pair {
 
 struct slot {
     const char *name, *format;
-    uint64_t bytes[2]; /* of codes and of the extra stream */
+    uint64_t bytes[2]; /* of codes and of the extra plane */
 };
 
 struct tensor {

@@ -21,14 +21,14 @@ static int state_fits(int role, int format, int first, int second, int weight)
     return format == first;
 }
 
-/* Returns 1 if all units are groups, all runs begin with a whole group, and rows consist of whole blocks. */
+/* Returns 1 if all grains are cells, all tracks begin with a whole cell, and rows consist of whole blocks. */
 static int is_regular(const struct hstep_tensor *t)
 {
-    int regular = t->unit == HSTEP_GROUP && t->index0 % HSTEP_GROUP == 0 &&
-                  (t->dense || (t->n_columns % HSTEP_GROUP == 0 && t->index_stride % HSTEP_GROUP == 0));
+    int regular = t->grain == HSTEP_CELL && t->index0 % HSTEP_CELL == 0 &&
+                  (t->dense || (t->n_columns % HSTEP_CELL == 0 && t->index_stride % HSTEP_CELL == 0));
     for (int s = HALFSTEP_SLOT_WEIGHT; regular && s < t->slots; s++)
         regular = t->slot[s].extent == HALFSTEP_EXTENT_ELEMENTS &&
-                  (t->slot[s].format < 0 || !hstep_formats[t->slot[s].format].block || t->n_columns % HSTEP_GROUP == 0);
+                  (t->slot[s].format < 0 || !hstep_formats[t->slot[s].format].block || t->n_columns % HSTEP_CELL == 0);
     return regular;
 }
 

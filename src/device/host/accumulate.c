@@ -11,8 +11,7 @@ static void accumulate_tile(const struct hstep_accumulation *a, struct hstep_str
     HSTEP_ALIGNED char sum[HSTEP_TILE * 4] = {0}, term[HSTEP_TILE * 4] = {0};
     HSTEP_ALIGNED float x[HSTEP_TILE], y[HSTEP_TILE];
     HSTEP_ALIGNED uint32_t words[HSTEP_TILE_WORDS];
-    int64_t lead = (int64_t)(s.index % HSTEP_GROUP),
-            padded = (lead + s.n + HSTEP_GROUP - 1) / HSTEP_GROUP * HSTEP_GROUP;
+    int64_t lead = (int64_t)(s.index % HSTEP_CELL), padded = (lead + s.n + HSTEP_CELL - 1) / HSTEP_CELL * HSTEP_CELL;
     int64_t size = hstep_formats[a->format].code_bits / 8, term_size = hstep_formats[a->gradient_format].code_bits / 8;
     memcpy(sum + lead * size, a->accumulator + s.element * size, (size_t)(s.n * size));
     memcpy(term + lead * term_size, a->gradient + s.element * term_size, (size_t)(s.n * term_size));
@@ -20,7 +19,7 @@ static void accumulate_tile(const struct hstep_accumulation *a, struct hstep_str
     kernels->format[a->gradient_format].decode[0](y, term, NULL, padded);
     kernels->accumulate(x, y, a->scale, padded);
     if (hstep_formats[a->format].stochastic)
-        hstep_fill_words(kernels, a->generator, &a->stream, s.index - (uint64_t)lead, words, padded);
+        hstep_fill_words(kernels, a->generator, &a->strand, s.index - (uint64_t)lead, words, padded);
     else memset(words, 0, sizeof words);
     kernels->format[a->format].encode[0](x, sum, NULL, words, padded, 0, 1.0f);
     memcpy(a->accumulator + s.element * size, sum + lead * size, (size_t)(s.n * size));
@@ -31,9 +30,9 @@ static void accumulate_task(void *argument, int64_t i)
     const struct hstep_accumulation *a = argument;
     const struct hstep_chunk *c = &a->chunks[i];
     struct hstep_fp fp = hstep_fp_enter();
-    for (int64_t run = c->run; run < c->run + c->runs; run++) {
-        struct hstep_stretch s = hstep_stretch_of(a->tensor, c, run);
-        while (s.n > 0) accumulate_tile(a, hstep_take(&s, HSTEP_TILE - (int64_t)(s.index % HSTEP_GROUP)));
+    for (int64_t track = c->track; track < c->track + c->tracks; track++) {
+        struct hstep_stretch s = hstep_stretch_of(a->tensor, c, track);
+        while (s.n > 0) accumulate_tile(a, hstep_take(&s, HSTEP_TILE - (int64_t)(s.index % HSTEP_CELL)));
     }
     hstep_fp_leave(fp);
 }

@@ -53,7 +53,7 @@ static double *columns_of(const struct cross *c, const struct hstep_tensor *t, i
 static double sum_of(const struct hstep_kernels *kernels, float *x, int64_t n)
 {
     double sums[16] = {0};
-    if (n <= HSTEP_GROUP) { /* as the kernel sums them, without the rest of the tile */
+    if (n <= HSTEP_CELL) { /* as the kernel sums them, without the rest of the tile */
         for (int64_t i = 0; i < n; i++) sums[i / 2] += (double)x[i];
         return hstep_tree_sum(sums);
     }
@@ -86,9 +86,9 @@ static void sum_row(const struct cross *c, struct hstep_work *w, int64_t row)
         struct hstep_stretch left = hstep_take(&s, HSTEP_TILE);
         const int64_t count = left.n;
         while (left.n > 0) {
-            /* A stretch that begins within a unit leaves less room in the tile. */
+            /* A stretch that begins within a grain leaves less room in the tile. */
             const struct hstep_stretch some =
-                hstep_take(&left, HSTEP_TILE - hstep_unit_lead(w->t, left.element, left.index));
+                hstep_take(&left, HSTEP_TILE - hstep_grain_lead(w->t, left.element, left.index));
             int64_t lead = hstep_values(w, some, x);
             memcpy(chunk + (count - left.n - some.n), x[0] + lead, (size_t)some.n * sizeof **x);
         }
@@ -98,16 +98,16 @@ static void sum_row(const struct cross *c, struct hstep_work *w, int64_t row)
     c->rows[row] = total.nonfinite != 0.0 ? total.nonfinite : hstep_exact_round(total.limbs);
 }
 
-/* Sums rows of fewer elements than a group, as many as fit a tile at a time. They have one chunk of columns each. */
+/* Sums rows of fewer elements than a cell, as many as fit a tile at a time. They have one chunk of columns each. */
 static void sum_short_rows(const struct cross *c, const struct hstep_work *w, int64_t row, int64_t end)
 {
     HSTEP_ALIGNED float x[HSTEP_MAX_SUMS][HSTEP_TILE];
-    float values[HSTEP_GROUP];
+    float values[HSTEP_CELL];
     struct hstep_stretch s = hstep_row_of(w->t, row);
     int64_t column = 0;
     s.n = (end - row) * w->t->row_length;
     while (s.n > 0) {
-        const struct hstep_stretch some = hstep_take(&s, HSTEP_TILE - hstep_unit_lead(w->t, s.element, s.index));
+        const struct hstep_stretch some = hstep_take(&s, HSTEP_TILE - hstep_grain_lead(w->t, s.element, s.index));
         const int64_t lead = hstep_values(w, some, x);
         for (int64_t i = lead; i < lead + some.n; i++) {
             values[column++] = x[0][i];
@@ -133,7 +133,7 @@ static void sum_blocks(void *argument, int64_t task)
     for (int64_t i = first; i < last; i++)
         memset(c->columns + (i % c->blocks * t->matrices + i / c->blocks) * t->row_length, 0,
                (size_t)t->row_length * sizeof(double));
-    if (t->row_length < HSTEP_GROUP && t->dense && !hstep_is_by_rows(&w)) sum_short_rows(c, &w, row, end);
+    if (t->row_length < HSTEP_CELL && t->dense && !hstep_is_by_rows(&w)) sum_short_rows(c, &w, row, end);
     else
         for (int64_t i = row; i < end; i++) sum_row(c, &w, i);
     hstep_fp_leave(fp);
@@ -237,7 +237,7 @@ int hstep_host_cross(const struct hstep_call *call, int tensor, int pair)
 
 /* ---- The rows of a transformed matrix ---- */
 
-/* The work of one matrix, in two batches: one for the sums over rows, one for the elements. */
+/* The work of one matrix, in two slates: one for the sums over rows, one for the elements. */
 struct alike {
     const struct hstep_context *context;
     const struct hstep_rows *rows;

@@ -1,7 +1,7 @@
-/* The Newton-Schulz iteration of muon (Jordan et al. 2024, rules/coefficients.h). Products of matrices are batches of
+/* The Newton-Schulz iteration of muon (Jordan et al. 2024, rules/coefficients.h). Products of matrices are slates of
  * independent tasks that use the kernels' one tile function.
  *
- * A batch of its own first copies the right matrix of a product into panels of 32 columns, so that the result may
+ * A slate of its own first copies the right matrix of a product into panels of 32 columns, so that the result may
  * replace it. A task then takes a block of rows and of columns. It goes through the inner dimension in stretches that
  * are short enough for the caches, and keeps unfinished sums in the result. It copies the rows of the left matrix into
  * strips of 12 as it comes to them. Edges are padded with zeros and not stored. None of this affects the bits, because
@@ -61,10 +61,10 @@ struct view {
     int64_t row, column;
 };
 
-/* One batch of tasks. `unit` does one unit, and a task does `units_per_task` of them. */
-struct batch {
+/* One slate of tasks. `unit` does one unit, and a task does `units_per_task` of them. */
+struct slate {
     const struct hstep_context *context;
-    void (*unit)(const struct batch *b, int64_t i);
+    void (*unit)(const struct slate *b, int64_t i);
     int64_t units, units_per_task;
     struct view c, a, b; /* c = a b */
     int64_t rows, columns, inner, row_block;
@@ -84,7 +84,7 @@ static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 static void run_units(void *argument, int64_t task)
 {
-    const struct batch *b = argument;
+    const struct slate *b = argument;
     int64_t end = least((task + 1) * b->units_per_task, b->units);
     struct hstep_fp fp = hstep_fp_enter();
     for (int64_t i = task * b->units_per_task; i < end; i++) b->unit(b, i);
@@ -92,7 +92,7 @@ static void run_units(void *argument, int64_t task)
 }
 
 /* Runs the units, one task for each or, if in_one, one task for all. */
-static void run_batch(struct batch *b, void (*unit)(const struct batch *, int64_t), int64_t units, int in_one)
+static void run_slate(struct slate *b, void (*unit)(const struct slate *, int64_t), int64_t units, int in_one)
 {
     b->unit = unit;
     b->units = units;
@@ -122,7 +122,7 @@ static void pack(float *to, int64_t width, const float *from, int64_t outer, int
     }
 }
 
-static void pack_panel(const struct batch *b, int64_t i)
+static void pack_panel(const struct slate *b, int64_t i)
 {
     int64_t j = i * HSTEP_PANEL;
     pack(b->panels + j * b->inner, HSTEP_PANEL, b->b.x + j * b->b.column, b->b.column, b->b.row,
@@ -131,7 +131,7 @@ static void pack_panel(const struct batch *b, int64_t i)
 
 /* Loads the part of c that the tile at (i, j) covers and that c stores, which excludes what is below the diagonal of a
  * symmetric c. */
-static void load_tile(const struct batch *b, int64_t i, int64_t j, float *tile)
+static void load_tile(const struct slate *b, int64_t i, int64_t j, float *tile)
 {
     int64_t rows = least(HSTEP_STRIP, b->rows - i), columns = least(HSTEP_PANEL, b->columns - j);
     for (int64_t r = 0; r < rows; r++)
@@ -140,7 +140,7 @@ static void load_tile(const struct batch *b, int64_t i, int64_t j, float *tile)
 }
 
 /* Stores what load_tile() loads. If `mirror` is set, also stores it transposed, below the diagonal. */
-static void store_tile(const struct batch *b, int64_t i, int64_t j, const float *tile, int mirror)
+static void store_tile(const struct slate *b, int64_t i, int64_t j, const float *tile, int mirror)
 {
     int64_t rows = least(HSTEP_STRIP, b->rows - i), columns = least(HSTEP_PANEL, b->columns - j);
     float *c = b->c.x + i * b->c.row + j * b->c.column;
@@ -161,7 +161,7 @@ static void store_tile(const struct batch *b, int64_t i, int64_t j, const float 
 
 /* Replaces c by coefficients[0] I + coefficients[1] a + coefficients[2] c. a and c are dense and have the same
  * shape. */
-static void finish_tile(const struct batch *b, int64_t i, int64_t j, float *tile)
+static void finish_tile(const struct slate *b, int64_t i, int64_t j, float *tile)
 {
     int64_t rows = least(HSTEP_STRIP, b->rows - i), columns = least(HSTEP_PANEL, b->columns - j);
     for (int64_t r = 0; r < rows; r++) {
@@ -173,7 +173,7 @@ static void finish_tile(const struct batch *b, int64_t i, int64_t j, float *tile
 }
 
 /* Computes one block of c, stretch by stretch of the inner dimension. */
-static void multiply_block(const struct batch *b, int64_t unit)
+static void multiply_block(const struct slate *b, int64_t unit)
 {
     HSTEP_ALIGNED float strips[STRIPS], tile[HSTEP_STRIP * HSTEP_PANEL];
     int64_t blocks = ceil_divide(b->columns, COLUMN_BLOCK);
@@ -201,12 +201,12 @@ static void multiply_block(const struct batch *b, int64_t unit)
     }
 }
 
-static int64_t blocks_of(const struct batch *b)
+static int64_t blocks_of(const struct slate *b)
 {
     return ceil_divide(b->rows, b->row_block) * ceil_divide(b->columns, COLUMN_BLOCK);
 }
 
-static void multiply(struct batch *b, struct view c, struct view a, struct view right, int64_t rows, int64_t columns,
+static void multiply(struct slate *b, struct view c, struct view a, struct view right, int64_t rows, int64_t columns,
                      int64_t inner)
 {
     int in_one = rows * columns <= SMALL / inner;
@@ -218,14 +218,14 @@ static void multiply(struct batch *b, struct view c, struct view a, struct view 
     b->inner = inner;
     b->row_block = MOST_ROWS;
     while (b->row_block > LEAST_ROWS && blocks_of(b) < ENOUGH_BLOCKS) b->row_block /= 2;
-    run_batch(b, pack_panel, ceil_divide(columns, HSTEP_PANEL), in_one);
-    run_batch(b, multiply_block, blocks_of(b), in_one);
+    run_slate(b, pack_panel, ceil_divide(columns, HSTEP_PANEL), in_one);
+    run_slate(b, multiply_block, blocks_of(b), in_one);
 }
 
 /* ---- The iteration ---- */
 
 /* Adds the squares of one stretch of u, in chunks of 256 elements as all sums of squares (docs/numerics.md 4). */
-static void add_squares(const struct batch *b, int64_t unit)
+static void add_squares(const struct slate *b, int64_t unit)
 {
     int64_t squares[HSTEP_EXACT_LIMBS] = {0}, end = least((unit + 1) * STRETCH, b->n);
     for (int64_t i = unit * STRETCH; i < end; i += HSTEP_TILE)
@@ -233,7 +233,7 @@ static void add_squares(const struct batch *b, int64_t unit)
     hstep_merge_squares(b->squares, squares);
 }
 
-static void divide_by_norm(const struct batch *b, int64_t unit)
+static void divide_by_norm(const struct slate *b, int64_t unit)
 {
     int64_t end = least((unit + 1) * STRETCH, b->n);
     for (int64_t i = unit * STRETCH; i < end; i++) b->u[i] = (float)((double)b->u[i] / b->norm);
@@ -258,7 +258,7 @@ size_t hstep_newton_schulz_workspace(int64_t rows, int64_t cols)
 }
 
 /* Makes c = a b of squares whose product is symmetric. c may be b. */
-static void multiply_symmetric(struct batch *b, struct view c, struct view a, struct view right, int64_t side,
+static void multiply_symmetric(struct slate *b, struct view c, struct view a, struct view right, int64_t side,
                                int64_t inner, const float *coefficients)
 {
     b->symmetric = 1;
@@ -293,14 +293,14 @@ void hstep_newton_schulz(const struct hstep_context *c, float *u, int64_t rows, 
     struct view x_transposed = {u, x.column, x.row};
     struct view gram = {workspace, m, 1}, polynomial = {workspace + square_floats(m), m, 1};
     struct view gathered = {workspace + hstep_newton_schulz_workspace(rows, cols) - square_floats(m), m, 1};
-    struct batch b = {.context = c, .panels = polynomial.x + square_floats(m), .u = u, .n = m * n, .squares = squares};
+    struct slate b = {.context = c, .panels = polynomial.x + square_floats(m), .u = u, .n = m * n, .squares = squares};
     struct hstep_fp fp = hstep_fp_enter();
 
-    run_batch(&b, add_squares, ceil_divide(b.n, STRETCH), b.n <= SMALL / 16);
+    run_slate(&b, add_squares, ceil_divide(b.n, STRETCH), b.n <= SMALL / 16);
     b.norm = fmax(sqrt(hstep_exact_round(squares)), (double)eps);
     /* All elements are 0. Any divisor keeps u at 0 through all steps. */
     if (b.norm == 0.0) b.norm = 1.0;
-    run_batch(&b, divide_by_norm, ceil_divide(b.n, STRETCH), b.n <= SMALL / 16);
+    run_slate(&b, divide_by_norm, ceil_divide(b.n, STRETCH), b.n <= SMALL / 16);
 
     for (int start = 0, end; start < steps; start = end) {
         struct view q = gram;

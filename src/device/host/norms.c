@@ -31,16 +31,16 @@ static void values_of(const struct hstep_work *w, const struct hstep_places *pla
 
 int64_t hstep_values(const struct hstep_work *w, struct hstep_stretch s, float (*x)[HSTEP_TILE])
 {
-    int64_t lead = hstep_unit_lead(w->t, s.element, s.index), unit = w->t->unit,
-            n = (lead + s.n + unit - 1) / unit * unit;
+    int64_t lead = hstep_grain_lead(w->t, s.element, s.index), grain = w->t->grain,
+            n = (lead + s.n + grain - 1) / grain * grain;
     struct hstep_places places;
     struct hstep_scratch scratch;
     if (!lead && n == s.n) {
         hstep_place(w, s.element, &places);
     } else {
-        struct hstep_fragment part[HSTEP_TILE / HSTEP_GROUP];
+        struct hstep_fragment part[HSTEP_TILE / HSTEP_CELL];
         int parts = 0;
-        while (s.n > 0) part[parts++] = hstep_take_unit(w, &s);
+        while (s.n > 0) part[parts++] = hstep_take_grain(w, &s);
         hstep_gather(w, part, parts, &scratch, &places);
     }
     values_of(w, &places, x, n);
@@ -62,7 +62,7 @@ static void keep_every(float *x, uint64_t number, int64_t count, uint64_t every)
 static void add_chunk(const struct hstep_work *w, struct hstep_stretch s, int64_t *limbs)
 {
     HSTEP_ALIGNED float x[HSTEP_MAX_SUMS][HSTEP_TILE];
-    int64_t lead = hstep_values(w, s, x), n = (lead + s.n + HSTEP_GROUP - 1) / HSTEP_GROUP * HSTEP_GROUP;
+    int64_t lead = hstep_values(w, s, x), n = (lead + s.n + HSTEP_CELL - 1) / HSTEP_CELL * HSTEP_CELL;
     const struct hstep_format_kernels *f32 = &w->context->kernels->format[HSTEP_FORMAT_f32];
     for (int j = 0; j < w->t->sums; j++) {
         int64_t *sum = limbs + (int64_t)j * HSTEP_EXACT_LIMBS, every = hstep_every(w, j);
@@ -99,8 +99,8 @@ static int add_fused(const struct hstep_work *w, struct hstep_stretch *s, int64_
     /* If rows consist of whole chunks, the stretch may go on into the next row. */
     int64_t n = s->n < row - column || row % HSTEP_TILE == 0 ? s->n : row - column;
     if (n > MOST * HSTEP_TILE) n = MOST * HSTEP_TILE;
-    if (n % HSTEP_GROUP) n -= n % HSTEP_TILE;
-    if (!n || column % HSTEP_TILE || hstep_unit_lead(w->t, s->element, s->index)) return 0;
+    if (n % HSTEP_CELL) n -= n % HSTEP_TILE;
+    if (!n || column % HSTEP_TILE || hstep_grain_lead(w->t, s->element, s->index)) return 0;
     const struct hstep_stretch whole = hstep_take(s, n);
     struct hstep_fused f = hstep_fused_start(w);
     f.key = none;
@@ -123,8 +123,8 @@ static void sum_chunk(const struct hstep_call *call, const struct hstep_chunk *c
     struct hstep_work w;
     hstep_work_start(call, c->tensor, HSTEP_PASS_SUMS, -1, &w);
     const int by_rows = hstep_is_by_rows(&w);
-    for (int64_t run = c->run; run < c->run + c->runs; run++) {
-        struct hstep_stretch s = hstep_summed_of(t, c, run);
+    for (int64_t track = c->track; track < c->track + c->tracks; track++) {
+        struct hstep_stretch s = hstep_summed_of(t, c, track);
         while (s.n > 0) {
             if (add_fused(&w, &s, limbs)) continue;
             const struct hstep_stretch one = hstep_take_summed(t, &s, by_rows);
@@ -140,7 +140,7 @@ static void sum_chunk(const struct hstep_call *call, const struct hstep_chunk *c
 
 static void sum_task(void *argument, int64_t i)
 {
-    const struct hstep_batch *b = argument;
+    const struct hstep_slate *b = argument;
     struct hstep_span span = hstep_task_span(b, i);
     struct hstep_fp fp = hstep_fp_enter();
     for (const struct hstep_chunk *c = span.first; c < span.end; c++) sum_chunk(b->call, c);
@@ -149,6 +149,6 @@ static void sum_task(void *argument, int64_t i)
 
 int hstep_host_sum(const struct hstep_call *call, int first, int n)
 {
-    hstep_run_batch(call, HSTEP_PASS_SUMS, first, n, 1, sum_task);
+    hstep_run_slate(call, HSTEP_PASS_SUMS, first, n, 1, sum_task);
     return HALFSTEP_OK;
 }

@@ -12,13 +12,13 @@
 
 static int64_t padded(int format, int64_t n)
 {
-    int64_t unit = hstep_unit_of(format);
-    return (n + unit - 1) / unit * unit;
+    int64_t grain = hstep_grain_of(format);
+    return (n + grain - 1) / grain * grain;
 }
 
 /* Copies one piece between a slot and scratch memory. out: 1 copies to the slot. */
 static void move_piece(const struct hstep_tensor *t, const struct hstep_slot *s, char *code,
-                       const struct hstep_piece *p, char *code_scratch, char *extra_scratch, int out)
+                       const struct hstep_portion *p, char *code_scratch, char *extra_scratch, int out)
 {
     char *mine = code + hstep_code_offset(t, s->format, p->element);
     memcpy(out ? mine : code_scratch, out ? code_scratch : mine, hstep_code_bytes(s->format, 1, p->n));
@@ -70,8 +70,8 @@ static void read_task(void *argument, int64_t number)
     const struct hstep_fp fp = hstep_fp_enter();
     HSTEP_ALIGNED char code[HSTEP_TILE * 4] = {0}, extra[HSTEP_TILE * 2] = {0};
     HSTEP_ALIGNED float x[HSTEP_TILE], plain[HSTEP_TILE];
-    struct hstep_piece p = {0};
-    while (hstep_next_piece(t, s->format, a->first, a->end, &p)) {
+    struct hstep_portion p = {0};
+    while (hstep_next_portion(t, s->format, a->first, a->end, &p)) {
         int64_t n = padded(s->format, p.n);
         move_piece(t, s, a->data, &p, code, extra, 0);
         kernels->format[s->format].decode[s->nonneg](x, code, extra, n);
@@ -129,8 +129,8 @@ static void write_task(void *argument, int64_t number)
     /* A random number of one half of the range makes stochastic formats round to nearest. */
     for (int i = 0; i < HSTEP_TILE_WORDS; i++) words[i] = 0x80008000u;
     const float onto = hstep_onto_grid(s->grid, s->root);
-    struct hstep_piece p = {0};
-    while (hstep_next_piece(t, s->format, a->first, a->end, &p)) {
+    struct hstep_portion p = {0};
+    while (hstep_next_portion(t, s->format, a->first, a->end, &p)) {
         memset(plain, 0, sizeof plain);
         memcpy(plain, in + (p.element - a->first), (size_t)p.n * 4);
         /* -0 becomes 0, because codes of second moments have no sign bit. */
@@ -138,7 +138,7 @@ static void write_task(void *argument, int64_t number)
         if (one_scale) memcpy(extra, &scale, 4);
         kernels->from_plain(plain, x, padded(s->format, p.n));
         /* A weight is written as a step with a change of 0 writes it, so that it saturates. Formats with a second
-         * stream or a scale are encoded instead, because a step would start from what is stored now. */
+         * plane or a scale are encoded instead, because a step would start from what is stored now. */
         if (a->slot == HALFSTEP_SLOT_WEIGHT && !f->extra_bits && !f->block)
             kernels->format[s->format].apply(x, nothing, code, extra, words, padded(s->format, p.n));
         else

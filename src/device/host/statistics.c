@@ -10,12 +10,12 @@
 
 static int64_t element_bytes(const struct hstep_slot *slot) { return hstep_formats[slot->format].code_bits / 8; }
 
-/* Returns the address of *n elements, at most a tile, as whole groups. If *n is no multiple of a group, they are copied
+/* Returns the address of *n elements, at most a tile, as whole cells. If *n is no multiple of a cell, they are copied
  * to `scratch` (HSTEP_TILE * 4 bytes), padded with zeros, and counted in *n. */
 static const char *whole_groups(const struct hstep_slot *slot, const char *code, int64_t *n, char *scratch)
 {
-    if (*n % HSTEP_GROUP == 0) return code;
-    int64_t padded = (*n + HSTEP_GROUP - 1) / HSTEP_GROUP * HSTEP_GROUP, bytes = element_bytes(slot);
+    if (*n % HSTEP_CELL == 0) return code;
+    int64_t padded = (*n + HSTEP_CELL - 1) / HSTEP_CELL * HSTEP_CELL, bytes = element_bytes(slot);
     memcpy(scratch, code, (size_t)(*n * bytes));
     memset(scratch + *n * bytes, 0, (size_t)((padded - *n) * bytes));
     *n = padded;
@@ -26,7 +26,7 @@ static uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
 enum { PAGE = 4096, LINE = 64, LINES = 8 };
 
-/* Returns the largest magnitude of whole groups. Processors do not prefetch across the end of a page, so a loop that
+/* Returns the largest magnitude of whole cells. Processors do not prefetch across the end of a page, so a loop that
  * mostly reads would stall there. The loop therefore prefetches the first lines of the next page while it reads this
  * one. */
 static uint32_t scan_pages(const struct hstep_format_kernels *format, const char *code, int64_t n, int64_t bytes)
@@ -47,7 +47,7 @@ static uint32_t scan_stretch(const struct hstep_format_kernels *format, const st
                              int64_t n)
 {
     HSTEP_ALIGNED char scratch[HSTEP_TILE * 4];
-    int64_t whole = n / HSTEP_GROUP * HSTEP_GROUP, rest = n - whole;
+    int64_t whole = n / HSTEP_CELL * HSTEP_CELL, rest = n - whole;
     uint32_t largest = scan_pages(format, code, whole, element_bytes(slot));
     if (!rest) return largest;
     code = whole_groups(slot, code + whole * element_bytes(slot), &rest, scratch);
@@ -94,10 +94,10 @@ static void scan_chunk(const struct hstep_call *call, const struct hstep_chunk *
     const struct hstep_kernels *kernels = call->context->kernels;
     const struct hstep_format_kernels *format = &kernels->format[scan.format];
     uint32_t largest = 0;
-    for (int64_t run = c->run; run < c->run + c->runs; run++) {
-        const struct hstep_stretch s = hstep_stretch_of(t, c, run);
+    for (int64_t track = c->track; track < c->track + c->tracks; track++) {
+        const struct hstep_stretch s = hstep_stretch_of(t, c, track);
         const char *code = gradient + s.element * element_bytes(slot);
-        uint32_t m = scan.summed ? scan_and_sum(kernels, format, t, gradient, hstep_summed_of(t, c, run), squares)
+        uint32_t m = scan.summed ? scan_and_sum(kernels, format, t, gradient, hstep_summed_of(t, c, track), squares)
                                  : scan_stretch(format, slot, code, s.n);
         largest = larger(largest, m);
     }
@@ -108,7 +108,7 @@ static void scan_chunk(const struct hstep_call *call, const struct hstep_chunk *
 
 static void scan_task(void *argument, int64_t i)
 {
-    const struct hstep_call *call = ((const struct hstep_batch *)argument)->call;
+    const struct hstep_call *call = ((const struct hstep_slate *)argument)->call;
     struct hstep_span span = hstep_task_span(argument, i);
     struct hstep_fp fp = hstep_fp_enter();
     int64_t squares[HSTEP_EXACT_LIMBS];
@@ -121,7 +121,7 @@ static void scan_task(void *argument, int64_t i)
 
 int hstep_host_scan(const struct hstep_call *call)
 {
-    if (hstep_is_scanned(call)) hstep_run_batch(call, HSTEP_PASS_SUMS, call->first, call->n, 0, scan_task);
+    if (hstep_is_scanned(call)) hstep_run_slate(call, HSTEP_PASS_SUMS, call->first, call->n, 0, scan_task);
     hstep_exact_normalize(call->statistics);
     return HALFSTEP_OK;
 }

@@ -135,7 +135,7 @@ static void os_pin(os_thread thread, const struct hstep_nodes *nodes, int node)
 
 /* How long a thread polls before it sleeps: some tens of microseconds, the gap between the phases of one step. The
  * yields make polling harmless if there are more threads than processors. */
-enum { SPIN_ROUNDS = 64, SPIN_LOOKS = 32 };
+enum { SPIN_TURNS = 64, SPIN_LOOKS = 32 };
 
 /* The gate holds the number of the run, whether workers may still enter it, and how many are inside. A worker that
  * wakes late finds it closed and sleeps again. A run therefore never waits for a thread that has done nothing for
@@ -210,7 +210,7 @@ static void work(int self, int threads)
 static uint64_t wait_for_run(uint64_t seen)
 {
     uint64_t gate;
-    for (int round = 0; round < SPIN_ROUNDS; round++) {
+    for (int turn = 0; turn < SPIN_TURNS; turn++) {
         for (int look = 0; look < SPIN_LOOKS; look++) {
             gate = atomic_load_explicit(&pool.gate, memory_order_acquire);
             if (gate >> GATE_NUMBER_SHIFT != seen || gate & GATE_QUIT) return gate;
@@ -262,7 +262,7 @@ static void wake_workers(void)
 
 static void wait_for_workers(void)
 {
-    for (int round = 0; round < SPIN_ROUNDS; round++) {
+    for (int turn = 0; turn < SPIN_TURNS; turn++) {
         for (int look = 0; look < SPIN_LOOKS; look++)
             if (!(atomic_load_explicit(&pool.gate, memory_order_acquire) & GATE_INSIDE)) return;
         hstep_yield();

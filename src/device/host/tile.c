@@ -1,5 +1,5 @@
-/* Elements are handled in units: 32 elements of index space, or whole blocks if a state has longer ones. Whole units
- * are updated in place. The partial units at the ends of a run are copied into scratch memory and padded with zeros.
+/* Elements are handled in grains: 32 elements of index space, or whole blocks if a state has longer ones. Whole grains
+ * are updated in place. The partial grains at the ends of a track are copied into scratch memory and padded with zeros.
  * Scratch memory collects as many of them as it holds and is then handled like any other tile. */
 #include "device/host/tile.h"
 
@@ -8,15 +8,15 @@
 #include "base/squares.h"
 #include "tables/layout.h"
 
-/* ---- Batches ---- */
+/* ---- Slates ---- */
 
-void hstep_run_batch(const struct hstep_call *call, enum hstep_pass pass, int first, int n, int backward,
+void hstep_run_slate(const struct hstep_call *call, enum hstep_pass pass, int first, int n, int backward,
                      halfstep_task task)
 {
     if (!n) return;
     const struct hstep_chunk *chunks = call->plan.chunks;
     const struct hstep_tensor *t = &call->plan.tensors[first], *last = t + n - 1;
-    struct hstep_batch b = {call, pass, t->first_chunk, last->first_chunk + last->chunks, 0};
+    struct hstep_slate b = {call, pass, t->first_chunk, last->first_chunk + last->chunks, 0};
     if (hstep_is_for_matrix(pass)) {
         b.first = hstep_matrix_chunk(t, chunks, call->matrix);
         b.end = hstep_matrix_chunk(t, chunks, call->matrix + 1);
@@ -29,9 +29,9 @@ void hstep_run_batch(const struct hstep_call *call, enum hstep_pass pass, int fi
     (backward ? hstep_run_backwards : hstep_run)(call->context, task, &b, chunks[b.end - 1].task - b.task + 1);
 }
 
-/* Returns the chunks of a task that belong to the batch. A task at either end of a batch may also have chunks of other
+/* Returns the chunks of a task that belong to the slate. A task at either end of a slate may also have chunks of other
  * tensors. */
-struct hstep_span hstep_task_span(const struct hstep_batch *b, int64_t i)
+struct hstep_span hstep_task_span(const struct hstep_slate *b, int64_t i)
 {
     const struct hstep_plan *plan = &b->call->plan;
     int64_t first = plan->tasks[b->task + i], end = plan->tasks[b->task + i + 1];
@@ -43,22 +43,22 @@ struct hstep_bytes hstep_chunk_bytes(const struct hstep_tensor *t, const struct 
 {
     int64_t (*const offset)(const struct hstep_tensor *, int, int64_t) = extra ? hstep_extra_offset : hstep_code_offset;
     const struct hstep_slot *s = &t->slot[slot];
-    const int64_t first = c->run * t->run_length + c->offset, end = first + (c->runs - 1) * t->run_length + c->length,
-                  start = offset(t, s->format, first);
+    const int64_t first = c->track * t->track_length + c->offset,
+                  end = first + (c->tracks - 1) * t->track_length + c->length, start = offset(t, s->format, first);
     const int64_t all = (int64_t)(extra ? s->extra_bytes : s->code_bytes);
-    return (struct hstep_bytes){start, (end == t->runs * t->run_length ? all : offset(t, s->format, end)) - start};
+    return (struct hstep_bytes){start, (end == t->tracks * t->track_length ? all : offset(t, s->format, end)) - start};
 }
 
 /* ---- First touch ---- */
 
 enum { PAGE = 4096 };
 
-static void touch_bytes(char *stream, struct hstep_bytes bytes)
+static void touch_bytes(char *plane, struct hstep_bytes bytes)
 {
-    for (int64_t i = 0; i < bytes.n; i += PAGE) *(volatile char *)(stream + bytes.first + i) = 0;
+    for (int64_t i = 0; i < bytes.n; i += PAGE) *(volatile char *)(plane + bytes.first + i) = 0;
 }
 
-/* Touches the streams of each state for one chunk. */
+/* Touches the planes of each state for one chunk. */
 static void touch_chunk(const struct hstep_tensor *t, const struct hstep_chunk *c)
 {
     for (int s = 0; s < HSTEP_SLOTS; s++) {
@@ -72,7 +72,7 @@ static void touch_chunk(const struct hstep_tensor *t, const struct hstep_chunk *
 static void touch_task(void *argument, int64_t i)
 {
     struct hstep_span span = hstep_task_span(argument, i);
-    const struct hstep_batch *b = argument;
+    const struct hstep_slate *b = argument;
     for (const struct hstep_chunk *c = span.first; c < span.end; c++) touch_chunk(&b->call->plan.tensors[c->tensor], c);
 }
 
@@ -81,7 +81,7 @@ static void touch_task(void *argument, int64_t i)
 void hstep_host_touch(const struct hstep_context *c, const struct hstep_plan *plan)
 {
     struct hstep_call call = {.context = c, .plan = *plan};
-    hstep_run_batch(&call, HSTEP_PASS_UPDATE, 0, plan->n_tensors, 0, touch_task);
+    hstep_run_slate(&call, HSTEP_PASS_UPDATE, 0, plan->n_tensors, 0, touch_task);
 }
 
 /* ---- Places ---- */
@@ -130,10 +130,10 @@ void hstep_place(const struct hstep_work *w, int64_t element, struct hstep_place
     }
 }
 
-struct hstep_fragment hstep_take_unit(const struct hstep_work *w, struct hstep_stretch *s)
+struct hstep_fragment hstep_take_grain(const struct hstep_work *w, struct hstep_stretch *s)
 {
-    const int64_t lead = hstep_unit_lead(w->t, s->element, s->index);
-    return (struct hstep_fragment){hstep_take(s, w->t->unit - lead), lead};
+    const int64_t lead = hstep_grain_lead(w->t, s->element, s->index);
+    return (struct hstep_fragment){hstep_take(s, w->t->grain - lead), lead};
 }
 
 /* Moves the held elements of fragments between one slot and scratch memory. out: 1 moves to the slot. */
@@ -142,7 +142,7 @@ static void move_parts(const struct hstep_work *w, const struct hstep_fragment *
 {
     const struct hstep_format *f = &hstep_formats[w->format[s]];
     for (int i = 0; i < n; i++) {
-        int64_t at = (int64_t)i * w->t->unit + part[i].lead, element = part[i].held.element, count = part[i].held.n;
+        int64_t at = (int64_t)i * w->t->grain + part[i].lead, element = part[i].held.element, count = part[i].held.n;
         char *mine = code + hstep_code_bytes(w->format[s], 1, at),
              *theirs = w->code[s] + hstep_code_offset(w->t, w->format[s], element);
         memcpy(out ? theirs : mine, out ? mine : theirs, hstep_code_bytes(w->format[s], 1, count));
@@ -160,12 +160,12 @@ void hstep_gather(const struct hstep_work *w, const struct hstep_fragment *part,
         places->code[s] = scratch->code[s];
         places->extra[s] = scratch->extra[s];
         if (w->format[s] < 0) continue;
-        memset(scratch->code[s], 0, (size_t)(n * w->t->unit) * 4);
-        memset(scratch->extra[s], 0, (size_t)(n * w->t->unit) * 2);
+        memset(scratch->code[s], 0, (size_t)(n * w->t->grain) * 4);
+        memset(scratch->extra[s], 0, (size_t)(n * w->t->grain) * 2);
         if (hstep_extent_of(w, s) != HALFSTEP_EXTENT_ELEMENTS) {
             for (int i = 0; i < n; i++)
                 expand_vector(w, s, part[i].held.element, part[i].held.n,
-                              (float *)(void *)scratch->code[s] + (int64_t)i * w->t->unit + part[i].lead);
+                              (float *)(void *)scratch->code[s] + (int64_t)i * w->t->grain + part[i].lead);
             continue;
         }
         move_parts(w, part, n, s, scratch->code[s], scratch->extra[s], 0);
@@ -217,7 +217,7 @@ void hstep_fused_place(const struct hstep_work *w, const struct hstep_stretch *s
     memcpy(f->extra, places.extra, sizeof f->extra);
 }
 
-void hstep_fill_words(const struct hstep_kernels *kernels, int generator, const struct hstep_key *stream,
+void hstep_fill_words(const struct hstep_kernels *kernels, int generator, const struct hstep_key *strand,
                       uint64_t index, uint32_t *words, int64_t n)
 {
     /* Only the mixer's keys change at segments, but cutting there is right for every generator. */
@@ -225,7 +225,7 @@ void hstep_fill_words(const struct hstep_kernels *kernels, int generator, const 
         uint64_t pair = index / 2;
         int64_t left = (int64_t)(HSTEP_SEGMENT_WORDS - (pair & (HSTEP_SEGMENT_WORDS - 1)));
         int64_t count = n / 2 < left ? n / 2 : left;
-        kernels->random[generator](stream, pair, words, count);
+        kernels->random[generator](strand, pair, words, count);
         words += count;
         index += 2 * (uint64_t)count;
         n -= 2 * count;
@@ -279,7 +279,7 @@ double hstep_chunk_squares(const struct hstep_kernels *kernels, const float *x, 
     double sums[16];
     uint32_t maximum;
     memcpy(chunk, x, (size_t)n * sizeof *chunk);
-    kernels->format[HSTEP_FORMAT_f32].squares((const char *)chunk, (n + HSTEP_GROUP - 1) / HSTEP_GROUP * HSTEP_GROUP,
-                                              sums, &maximum);
+    kernels->format[HSTEP_FORMAT_f32].squares((const char *)chunk, (n + HSTEP_CELL - 1) / HSTEP_CELL * HSTEP_CELL, sums,
+                                              &maximum);
     return hstep_tree_sum(sums);
 }

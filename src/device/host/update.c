@@ -25,7 +25,7 @@ static void encode_state(const struct hstep_work *w, const struct hstep_places *
                                                                            w->u->onto[s]);
 }
 
-/* Updates n elements, whole units and at most a tile, at the given addresses. */
+/* Updates n elements, whole grains and at most a tile, at the given addresses. */
 static void run_tile(const struct hstep_work *w, const struct hstep_places *places, uint32_t (*words)[HSTEP_TILE_WORDS],
                      int64_t n)
 {
@@ -66,7 +66,7 @@ static void fill_words(const struct hstep_work *w, uint64_t index, int64_t n, ui
 {
     for (int s = 0; s < w->t->slots; s++)
         if (w->u->stochastic >> s & 1)
-            hstep_fill_words(w->context->kernels, w->u->generator, &w->u->stream[s], index, words[s] + from / 2, n);
+            hstep_fill_words(w->context->kernels, w->u->generator, &w->u->strand[s], index, words[s] + from / 2, n);
 }
 
 /* Fills in the word that rounds to nearest, for the slots that use no random words. */
@@ -102,7 +102,7 @@ static void update_fused(const struct hstep_work *w, struct hstep_stretch s)
         hstep_fused_place(w, &one, &f);
         for (int slot = 0; slot < w->t->slots; slot++)
             if (w->u->stochastic >> slot & 1)
-                keys[slot] = hstep_key_segment(&w->u->stream[slot], one.index / (uint64_t)HSTEP_SEGMENT);
+                keys[slot] = hstep_key_segment(&w->u->strand[slot], one.index / (uint64_t)HSTEP_SEGMENT);
         w->context->kernels->fused(&f, hstep_fused_row(w->t, w->u));
     }
 }
@@ -111,22 +111,22 @@ static void update_fused(const struct hstep_work *w, struct hstep_stretch s)
 
 struct staging {
     int n;
-    struct hstep_fragment part[HSTEP_TILE / HSTEP_GROUP];
+    struct hstep_fragment part[HSTEP_TILE / HSTEP_CELL];
 };
 
 /* Updates the staged fragments as one tile. */
 static void flush_staging(const struct hstep_work *w, struct staging *st)
 {
     if (!st->n) return;
-    const int unit = w->t->unit;
+    const int grain = w->t->grain;
     struct hstep_scratch scratch;
     struct hstep_places places;
     HSTEP_ALIGNED uint32_t words[HSTEP_SLOTS][HSTEP_TILE_WORDS];
-    default_words(w, words, (int64_t)st->n * unit);
+    default_words(w, words, (int64_t)st->n * grain);
     hstep_gather(w, st->part, st->n, &scratch, &places);
     for (int i = 0; i < st->n; i++)
-        fill_words(w, st->part[i].held.index - (uint64_t)st->part[i].lead, unit, words, (int64_t)i * unit);
-    run_tile(w, &places, words, (int64_t)st->n * unit);
+        fill_words(w, st->part[i].held.index - (uint64_t)st->part[i].lead, grain, words, (int64_t)i * grain);
+    run_tile(w, &places, words, (int64_t)st->n * grain);
     hstep_scatter(w, st->part, st->n, &scratch);
     st->n = 0;
 }
@@ -134,13 +134,13 @@ static void flush_staging(const struct hstep_work *w, struct staging *st)
 static void stage(const struct hstep_work *w, struct staging *st, struct hstep_fragment part)
 {
     st->part[st->n] = part;
-    if (++st->n == HSTEP_TILE / w->t->unit) flush_staging(w, st);
+    if (++st->n == HSTEP_TILE / w->t->grain) flush_staging(w, st);
 }
 
 static void update_stretch(const struct hstep_work *w, struct staging *st, struct hstep_stretch s)
 {
-    if (hstep_unit_lead(w->t, s.element, s.index)) stage(w, st, hstep_take_unit(w, &s));
-    const struct hstep_stretch whole = hstep_take(&s, s.n / w->t->unit * w->t->unit);
+    if (hstep_grain_lead(w->t, s.element, s.index)) stage(w, st, hstep_take_grain(w, &s));
+    const struct hstep_stretch whole = hstep_take(&s, s.n / w->t->grain * w->t->grain);
     if (whole.n && w->u->fused) update_fused(w, whole);
     else if (whole.n) update_tiles(w, whole);
     if (s.n) stage(w, st, (struct hstep_fragment){s, 0});
@@ -178,7 +178,7 @@ static void bring_chunk(const struct hstep_call *call, const struct hstep_chunk 
     }
 }
 
-static void update_chunk(const struct hstep_batch *b, const struct hstep_chunk *c)
+static void update_chunk(const struct hstep_slate *b, const struct hstep_chunk *c)
 {
     const struct hstep_tensor *t = &b->call->plan.tensors[c->tensor];
     if (b->call->origins && b->pass == HSTEP_PASS_UPDATE) bring_chunk(b->call, c);
@@ -187,9 +187,9 @@ static void update_chunk(const struct hstep_batch *b, const struct hstep_chunk *
     struct staging st;
     hstep_work_start(b->call, c->tensor, b->pass, -1, &w);
     st.n = 0;
-    for (int64_t run = c->run; run < c->run + c->runs; run++)
-        if (hstep_is_by_rows(&w)) update_rows(&w, &st, hstep_stretch_of(t, c, run));
-        else update_stretch(&w, &st, hstep_stretch_of(t, c, run));
+    for (int64_t track = c->track; track < c->track + c->tracks; track++)
+        if (hstep_is_by_rows(&w)) update_rows(&w, &st, hstep_stretch_of(t, c, track));
+        else update_stretch(&w, &st, hstep_stretch_of(t, c, track));
     flush_staging(&w, &st);
 }
 
@@ -203,6 +203,6 @@ static void update_task(void *argument, int64_t i)
 
 int hstep_host_update(const struct hstep_call *call, int first, int n, enum hstep_pass pass)
 {
-    hstep_run_batch(call, pass, first, n, !n || !call->plan.tensors[first].sums, update_task);
+    hstep_run_slate(call, pass, first, n, !n || !call->plan.tensors[first].sums, update_task);
     return HALFSTEP_OK;
 }

@@ -150,7 +150,7 @@ static int compare_states(const struct check *c)
 {
     const struct side *host = &c->side[HOST];
     for (int i = 0; i < c->tensors; i++)
-        for (struct hstep_cursor s = {0}; hstep_next_stream(&host->o->tensors[i], &s);)
+        for (struct hstep_cursor s = {0}; hstep_next_plane(&host->o->tensors[i], &s);)
             if (memcmp(*s.place, c->copy + (*s.place - host->states), (size_t)s.bytes))
                 return fail_bits(c, i, hstep_slot_name(host->o, i, s.slot));
     return HALFSTEP_OK;

@@ -21,7 +21,7 @@ halfstep_piece hstep_describe(const struct hstep_tensor *t, int tensor, int64_t 
 {
     halfstep_piece p = {.tensor = tensor, .first_row = first_row, .n_rows = n_rows};
     const int whole = n_rows == t->n_rows;
-    for (struct hstep_cursor c = {0}; hstep_next_stream(t, &c);) {
+    for (struct hstep_cursor c = {0}; hstep_next_plane(t, &c);) {
         const int format = t->slot[c.slot].format;
         const uint64_t bytes = whole     ? c.bytes
                                : c.extra ? hstep_extra_bytes(format, n_rows, t->n_columns)
@@ -55,7 +55,7 @@ static int64_t rows_of_multiple(const struct hstep_tensor *t, int64_t n)
 }
 
 /* States in blocks of the flattened tensor are cut where a block begins, and with sums where a tile of the sum begins
- * (hstep_summed_of()). Cuts at tiles also spare partial units, so they are preferred anyway. */
+ * (hstep_summed_of()). Cuts at tiles also spare partial grains, so they are preferred anyway. */
 int64_t hstep_piece_rows(const struct hstep_tensor *t, uint64_t piece_bytes)
 {
     const int64_t tile = rows_of_multiple(t, HSTEP_TILE);
@@ -63,13 +63,13 @@ int64_t hstep_piece_rows(const struct hstep_tensor *t, uint64_t piece_bytes)
     uint64_t bytes = 0;
     if (!piece_bytes) piece_bytes = DEFAULT_PIECE_BYTES;
     if (t->matrix || t->pairs || t->n_rows < 2 || !t->n_columns) return 0;
-    for (struct hstep_cursor c = {0}; hstep_next_stream(t, &c);) bytes += c.bytes;
+    for (struct hstep_cursor c = {0}; hstep_next_plane(t, &c);) bytes += c.bytes;
     for (int s = HALFSTEP_SLOT_STATE; s < HSTEP_SLOTS; s++) {
         const struct hstep_slot *slot = &t->slot[s];
         if (slot->format < 0) continue;
         if (slot->extent != HALFSTEP_EXTENT_ELEMENTS || hstep_has_one_scale(slot->format)) return 0;
         if (hstep_formats[slot->format].geometry == HALFSTEP_GEOMETRY_FLAT && hstep_formats[slot->format].block) {
-            const int64_t elements = t->sums ? HSTEP_TILE : t->unit;
+            const int64_t elements = t->sums ? HSTEP_TILE : t->grain;
             if (t->first_row * t->n_columns % elements) return 0;
             unit = rows_of_multiple(t, elements);
         }
@@ -147,7 +147,7 @@ void hstep_close_storage(halfstep_optimizer *o)
     if (!st) return;
     o->device->release(&o->context, st->memory);
     free(st->pieces);
-    free(st->rounds);
+    free(st->bundles);
     free(st->first_piece);
     free(st->tensors);
     free(st->groups);
@@ -180,23 +180,23 @@ static void list_pieces(const halfstep_optimizer *o, struct hstep_storage *st)
     st->first_piece[o->n_tensors] = p - st->pieces;
 }
 
-/* Returns 1 if a piece has a round of its own. */
+/* Returns 1 if a piece has a bundle of its own. */
 static int is_alone(const halfstep_optimizer *o, const struct hstep_stored_piece *p)
 {
     return o->tensors[p->tensor].piece_rows || o->tensors[p->tensor].pairs;
 }
 
-/* Joins pieces to rounds of at most `limit` bytes, or of one piece. */
+/* Joins pieces to bundles of at most `limit` bytes, or of one piece. */
 static void list_rounds(const halfstep_optimizer *o, struct hstep_storage *st, uint64_t limit)
 {
-    st->n_rounds = 0;
+    st->n_bundles = 0;
     for (int64_t i = 0; i < st->n_pieces; i++) {
         struct hstep_stored_piece *p = &st->pieces[i];
-        struct hstep_round *r = &st->rounds[st->n_rounds];
+        struct hstep_bundle *r = &st->bundles[st->n_bundles];
         if (!i || is_alone(o, p) || is_alone(o, p - 1) || r[-1].bytes + hstep_space_of(p) > limit)
-            *r = (struct hstep_round){i, i, 0}, st->n_rounds++;
+            *r = (struct hstep_bundle){i, i, 0}, st->n_bundles++;
         else r--;
-        p->round = r - st->rounds;
+        p->bundle = r - st->bundles;
         r->end = i + 1;
         r->bytes += hstep_space_of(p);
     }
@@ -218,7 +218,7 @@ static int place_pieces(const halfstep_optimizer *o, struct hstep_storage *st)
                           (unsigned long long)memory, (unsigned long long)(HSTEP_BUFFERS * largest),
                           (unsigned long long)all);
     list_rounds(o, st, least(piece_bytes, memory / HSTEP_BUFFERS));
-    for (int64_t i = 0; i < st->n_rounds && memory < all; i++) buffer = most(buffer, st->rounds[i].bytes);
+    for (int64_t i = 0; i < st->n_bundles && memory < all; i++) buffer = most(buffer, st->bundles[i].bytes);
     uint64_t left = memory - HSTEP_BUFFERS * buffer, used = PAGE + HSTEP_BUFFERS * buffer;
     for (int64_t i = 0; i < st->n_pieces; i++) {
         struct hstep_stored_piece *p = &st->pieces[i];
@@ -242,7 +242,7 @@ static int place_pieces(const halfstep_optimizer *o, struct hstep_storage *st)
 void hstep_clear_addresses(halfstep_optimizer *o, int first, int n)
 {
     for (int i = first; i < first + n; i++)
-        for (struct hstep_cursor c = {0}; hstep_next_stream(&o->tensors[i], &c);) *c.place = NULL;
+        for (struct hstep_cursor c = {0}; hstep_next_plane(&o->tensors[i], &c);) *c.place = NULL;
 }
 
 /* Makes the list of pieces for a settled handle whose tensors have their piece_rows. */
@@ -251,11 +251,11 @@ static int open_storage(const halfstep_optimizer *o, struct hstep_storage *st)
     const size_t count = (size_t)o->n_tensors + 1;
     for (int i = 0; i < o->n_tensors; i++) st->n_pieces += hstep_count_pieces(&o->tensors[i], o->tensors[i].piece_rows);
     st->pieces = calloc((size_t)st->n_pieces + 1, sizeof *st->pieces);
-    st->rounds = calloc((size_t)st->n_pieces + 1, sizeof *st->rounds);
+    st->bundles = calloc((size_t)st->n_pieces + 1, sizeof *st->bundles);
     st->first_piece = calloc(count, sizeof *st->first_piece);
     st->tensors = calloc(count, sizeof *st->tensors);
     st->groups = calloc((size_t)o->n_groups + 1, sizeof *st->groups);
-    if (!st->pieces || !st->rounds || !st->first_piece || !st->tensors || !st->groups)
+    if (!st->pieces || !st->bundles || !st->first_piece || !st->tensors || !st->groups)
         return hstep_fail_memory(o, (uint64_t)st->n_pieces * sizeof *st->pieces, "the list of %lld pieces",
                                  (long long)st->n_pieces);
     list_pieces(o, st);

@@ -11,14 +11,14 @@ struct hstep_stored_piece {
     int tensor;
     int resident; /* 1: stays at `place` */
     int loaded;   /* 1: the memory of a resident piece holds its value */
-    int64_t first_row, n_rows, first_chunk, end_chunk, round;
+    int64_t first_row, n_rows, first_chunk, end_chunk, bundle;
     uint64_t state_bytes, weight_bytes;
     char *place;
 };
 
-/* Pieces that follow one another and are worked on together. All pieces of a tensor that is not cut are in one round.
- * Those of a tensor that is cut, and a tensor with pairs of vectors, have rounds of their own. */
-struct hstep_round {
+/* Pieces that follow one another and are worked on together. All pieces of a tensor that is not cut are in one bundle.
+ * Those of a tensor that is cut, and a tensor with pairs of vectors, have bundles of their own. */
+struct hstep_bundle {
     int64_t first, end;
     uint64_t bytes; /* of the pieces with their padding */
 };
@@ -26,9 +26,9 @@ struct hstep_round {
 struct hstep_storage {
     halfstep_storage table;
     struct hstep_stored_piece *pieces;
-    struct hstep_round *rounds;
+    struct hstep_bundle *bundles;
     int64_t *first_piece; /* of each tensor, and the end */
-    int64_t n_pieces, n_rounds;
+    int64_t n_pieces, n_bundles;
     void *memory;
     char *buffer[HSTEP_BUFFERS];
     int64_t held; /* the piece that functions about slots have in memory, or -1 */
@@ -46,7 +46,7 @@ struct hstep_storage {
 struct hstep_range {
     uint64_t offset, bytes;
 };
-/* Returns where a piece has the codes of a slot, or its extra stream. */
+/* Returns where a piece has the codes of a slot, or its extra plane. */
 struct hstep_range hstep_range_of(const halfstep_piece *p, int slot, int extra);
 /* Returns the rows of a piece of a laid out tensor, or 0 if the tensor is one piece. piece_bytes 0: the default. */
 int64_t hstep_piece_rows(const struct hstep_tensor *t, uint64_t piece_bytes);
@@ -63,7 +63,7 @@ uint64_t hstep_piece_space(uint64_t bytes);
 uint64_t hstep_least_memory(uint64_t largest, uint64_t all, uint64_t piece_bytes);
 /* Returns the bytes of memory that a piece takes. */
 uint64_t hstep_space_of(const struct hstep_stored_piece *p);
-/* Takes the addresses from all streams that are in pieces. */
+/* Takes the addresses from all planes that are in pieces. */
 void hstep_clear_addresses(halfstep_optimizer *o, int first, int n);
 /* Fails with the code and the text of the storage. Waits for all that is under way. changed: 1 if a step or a write may
  * be half done. */

@@ -17,7 +17,7 @@ static void give_addresses(struct hstep_tensor *t, const struct hstep_stored_pie
 {
     const halfstep_piece d = hstep_describe(t, p->tensor, p->first_row, p->n_rows, 0);
     const int64_t element = p->first_row * t->n_columns;
-    for (struct hstep_cursor c = {0}; hstep_next_stream(t, &c);) {
+    for (struct hstep_cursor c = {0}; hstep_next_plane(t, &c);) {
         const int format = t->slot[c.slot].format;
         const int64_t less = !element  ? 0
                              : c.extra ? hstep_extra_offset(t, format, element)
@@ -89,14 +89,14 @@ static int hold(const halfstep_optimizer *o, int64_t number)
 
 /* SUM makes sums of pieces and writes nothing. STEP makes sums, if need be, and updates. UPDATE has sums already. */
 struct visit {
-    int64_t round;
+    int64_t bundle;
     enum { SUM, STEP, UPDATE } what;
 };
 
 struct walk {
     const struct hstep_request *s;
     struct hstep_storage *st;
-    int64_t first; /* round */
+    int64_t first; /* bundle */
     int sums_only, made;
 };
 
@@ -109,48 +109,51 @@ static int is_active(const struct walk *w, const struct hstep_stored_piece *p)
     return w->sums_only ? hstep_is_summed(&c->plan.tensors[p->tensor], u) : !u->skip;
 }
 
-static int is_active_round(const struct walk *w, int64_t round)
+static int is_active_bundle(const struct walk *w, int64_t bundle)
 {
-    const struct hstep_round *r = &w->st->rounds[round];
+    const struct hstep_bundle *r = &w->st->bundles[bundle];
     for (int64_t i = r->first; i < r->end; i++)
         if (is_active(w, &w->st->pieces[i])) return 1;
     return 0;
 }
 
-static int tensor_of(const struct walk *w, int64_t round) { return w->st->pieces[w->st->rounds[round].first].tensor; }
-
-/* Tells whether a round belongs to a tensor that is cut and needs its sums before its first update. */
-static int is_summed_first(const struct walk *w, int64_t round)
+static int tensor_of(const struct walk *w, int64_t bundle)
 {
-    const struct hstep_tensor *t = &w->s->o->tensors[tensor_of(w, round)];
+    return w->st->pieces[w->st->bundles[bundle].first].tensor;
+}
+
+/* Tells whether a bundle belongs to a tensor that is cut and needs its sums before its first update. */
+static int is_summed_first(const struct walk *w, int64_t bundle)
+{
+    const struct hstep_tensor *t = &w->s->o->tensors[tensor_of(w, bundle)];
     return !w->made && t->piece_rows && hstep_needs_sums(t, w->s->call.micro);
 }
 
-/* Moves to the next visit, from the last round to the first. Returns 0 if none is left. */
+/* Moves to the next visit, from the last bundle to the first. Returns 0 if none is left. */
 static int next_visit(const struct walk *w, struct visit *v)
 {
-    int64_t i = v->round - 1;
-    const int tensor = v->round < w->st->n_rounds ? tensor_of(w, v->round) : -1;
+    int64_t i = v->bundle - 1;
+    const int tensor = v->bundle < w->st->n_bundles ? tensor_of(w, v->bundle) : -1;
     const int within = i >= w->first && tensor >= 0 && w->s->o->tensors[tensor].piece_rows && tensor_of(w, i) == tensor;
     if (within && !w->sums_only) {
-        v->round = i;
+        v->bundle = i;
         return 1;
     }
     if (v->what == SUM && !w->sums_only) {
-        v->round = w->st->pieces[w->st->first_piece[tensor + 1] - 1].round;
+        v->bundle = w->st->pieces[w->st->first_piece[tensor + 1] - 1].bundle;
         v->what = UPDATE;
         return 1;
     }
-    while (i >= w->first && !is_active_round(w, i)) i--;
+    while (i >= w->first && !is_active_bundle(w, i)) i--;
     if (i < w->first) return 0;
-    v->round = i;
+    v->bundle = i;
     v->what = w->sums_only || is_summed_first(w, i) ? SUM : w->made ? UPDATE : STEP;
     return 1;
 }
 
 static int begin_reads(const struct walk *w, const struct visit *v, char *place)
 {
-    const struct hstep_round *r = &w->st->rounds[v->round];
+    const struct hstep_bundle *r = &w->st->bundles[v->bundle];
     for (struct hstep_stored_piece *p = w->st->pieces + r->first; p < w->st->pieces + r->end; p++) {
         int error = HALFSTEP_OK;
         if (!p->resident) p->place = place;
@@ -162,7 +165,7 @@ static int begin_reads(const struct walk *w, const struct visit *v, char *place)
 
 static int begin_writes(const struct walk *w, const struct visit *v)
 {
-    const struct hstep_round *r = &w->st->rounds[v->round];
+    const struct hstep_bundle *r = &w->st->bundles[v->bundle];
     for (const struct hstep_stored_piece *p = w->st->pieces + r->first; p < w->st->pieces + r->end && v->what != SUM;
          p++) {
         int error = HALFSTEP_OK;
@@ -185,7 +188,7 @@ static void complete(const struct walk *w, const struct hstep_stored_piece *p)
 static int work(const struct walk *w, const struct visit *v)
 {
     struct hstep_storage *st = w->st;
-    const struct hstep_round *r = &st->rounds[v->round];
+    const struct hstep_bundle *r = &st->bundles[v->bundle];
     struct hstep_request s = *w->s;
     int first = st->pieces[r->first].tensor, end = st->pieces[r->end - 1].tensor + 1;
     if (first < s.call.first) first = s.call.first;
@@ -207,7 +210,8 @@ static int work(const struct walk *w, const struct visit *v)
 static int walk(const struct walk *w)
 {
     const halfstep_storage *table = &w->st->table;
-    struct visit now = {w->st->pieces[w->st->first_piece[w->s->call.first + w->s->call.n] - 1].round + 1, STEP}, before;
+    struct visit now = {w->st->pieces[w->st->first_piece[w->s->call.first + w->s->call.n] - 1].bundle + 1, STEP},
+                 before;
     int written = 0;
     /* Rounds above those of the call are not of its tensors, so none of them is cut and goes on in the first. */
     int more = next_visit(w, &now);
@@ -237,7 +241,7 @@ int hstep_walk(const struct hstep_request *s, int sums_only)
     hstep_lock(&st->lock);
     struct walk w = {.s = s,
                      .st = st,
-                     .first = st->pieces[st->first_piece[s->call.first]].round,
+                     .first = st->pieces[st->first_piece[s->call.first]].bundle,
                      .sums_only = sums_only,
                      .made = *s->norms_made || (o->totals && !s->call.micro)};
     /* A call that has waited for another one may find that it has failed. */
@@ -385,43 +389,42 @@ int hstep_write_stored(halfstep_optimizer *o, int tensor, const struct hstep_acc
     return error;
 }
 
-/* One stream of a tensor. */
-struct stream {
+/* One plane of a tensor. */
+struct plane {
     int tensor, slot, extra;
     uint64_t bytes;
 };
 
-static int check_bytes(const halfstep_optimizer *o, const struct stream *stream, uint64_t first, uint64_t bytes,
+static int check_bytes(const halfstep_optimizer *o, const struct plane *plane, uint64_t first, uint64_t bytes,
                        const void *data)
 {
-    const struct hstep_slot *s = &o->tensors[stream->tensor].slot[stream->slot];
-    const char *name = o->labels[stream->tensor].name;
-    const int codes = stream->slot < HALFSTEP_SLOT_STATE && !stream->extra,
-              stored = stream->slot == HALFSTEP_SLOT_WEIGHT && o->storage && o->storage->table.weights;
+    const struct hstep_slot *s = &o->tensors[plane->tensor].slot[plane->slot];
+    const char *name = o->labels[plane->tensor].name;
+    const int codes = plane->slot < HALFSTEP_SLOT_STATE && !plane->extra,
+              stored = plane->slot == HALFSTEP_SLOT_WEIGHT && o->storage && o->storage->table.weights;
     if (codes && !stored)
         return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': the codes of a %s are the caller's", name,
-                          stream->slot == HALFSTEP_SLOT_WEIGHT ? "weight outside of storage" : "gradient");
-    if (first > stream->bytes || bytes > stream->bytes - first)
+                          plane->slot == HALFSTEP_SLOT_WEIGHT ? "weight outside of storage" : "gradient");
+    if (first > plane->bytes || bytes > plane->bytes - first)
         return hstep_fail(o, HALFSTEP_ERROR_RANGE, "tensor '%s': bytes %llu + %llu (first + number) are not among %llu",
-                          name, (unsigned long long)first, (unsigned long long)bytes,
-                          (unsigned long long)stream->bytes);
+                          name, (unsigned long long)first, (unsigned long long)bytes, (unsigned long long)plane->bytes);
     if (!bytes) return HALFSTEP_OK;
     if (!data) return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s': NULL data", name);
-    if (stored || hstep_is_stored(o, stream->tensor, stream->slot)) return hstep_check_storage(o);
-    if (!(stream->extra ? s->extra : s->code))
-        return hstep_fail(o, HALFSTEP_ERROR_ORDER, "tensor '%s': slot %d has no memory yet", name, stream->slot);
+    if (stored || hstep_is_stored(o, plane->tensor, plane->slot)) return hstep_check_storage(o);
+    if (!(plane->extra ? s->extra : s->code))
+        return hstep_fail(o, HALFSTEP_ERROR_ORDER, "tensor '%s': slot %d has no memory yet", name, plane->slot);
     return HALFSTEP_OK;
 }
 
-/* Finds how much of a stream from byte `first` on lies in one piece, at most *bytes, and brings that piece into
+/* Finds how much of a plane from byte `first` on lies in one piece, at most *bytes, and brings that piece into
  * memory. */
-static int find_bytes(const halfstep_optimizer *o, const struct stream *stream, uint64_t first, uint64_t *bytes,
+static int find_bytes(const halfstep_optimizer *o, const struct plane *plane, uint64_t first, uint64_t *bytes,
                       char **place)
 {
-    const int64_t start = o->storage->first_piece[stream->tensor], end = o->storage->first_piece[stream->tensor + 1];
+    const int64_t start = o->storage->first_piece[plane->tensor], end = o->storage->first_piece[plane->tensor + 1];
     const halfstep_piece one = hstep_describe_bound(o, start);
-    const uint64_t each = hstep_range_of(&one, stream->slot, stream->extra).bytes;
-    /* All pieces but the last have as many rows, and their streams as many bytes. */
+    const uint64_t each = hstep_range_of(&one, plane->slot, plane->extra).bytes;
+    /* All pieces but the last have as many rows, and their planes as many bytes. */
     int64_t number = start + (int64_t)(first / each);
     if (number >= end) number = end - 1;
     const uint64_t within = first - (uint64_t)(number - start) * each;
@@ -430,7 +433,7 @@ static int find_bytes(const halfstep_optimizer *o, const struct stream *stream, 
     const struct hstep_stored_piece *p = &o->storage->pieces[number];
     const halfstep_piece d = hstep_describe_bound(o, number);
     if (number + 1 < end && *bytes > each - within) *bytes = each - within;
-    *place = p->place + hstep_range_of(&d, stream->slot, stream->extra).offset + within;
+    *place = p->place + hstep_range_of(&d, plane->slot, plane->extra).offset + within;
     return HALFSTEP_OK;
 }
 
@@ -440,10 +443,10 @@ static int move_bytes(const halfstep_optimizer *o, int32_t tensor, int32_t slot,
     int error = hstep_check_slot(o, tensor, slot);
     if (error) return error;
     if (extra < 0 || extra > 1)
-        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "extra = %d; allowed: 0 (codes), 1 (the extra stream)", extra);
+        return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "extra = %d; allowed: 0 (codes), 1 (the extra plane)", extra);
     const struct hstep_slot *s = &o->tensors[tensor].slot[slot];
-    const struct stream stream = {tensor, slot, extra, extra ? s->extra_bytes : s->code_bytes};
-    if ((error = check_bytes(o, &stream, first, bytes, data)) || !bytes) return error;
+    const struct plane plane = {tensor, slot, extra, extra ? s->extra_bytes : s->code_bytes};
+    if ((error = check_bytes(o, &plane, first, bytes, data)) || !bytes) return error;
     if (!o->storage || slot == HALFSTEP_SLOT_GRADIENT) {
         char *ours = (extra ? s->extra : s->code) + first;
         return hstep_wait(o, o->device->copy(&o->context, writes ? ours : data, writes ? data : ours, bytes));
@@ -451,7 +454,7 @@ static int move_bytes(const halfstep_optimizer *o, int32_t tensor, int32_t slot,
     for (uint64_t some; bytes; first += some, data += some, bytes -= some) {
         char *place;
         some = bytes;
-        if ((error = find_bytes(o, &stream, first, &some, &place))) return error;
+        if ((error = find_bytes(o, &plane, first, &some, &place))) return error;
         memcpy(writes ? place : data, writes ? data : place, (size_t)some);
         o->storage->dirty |= writes;
     }

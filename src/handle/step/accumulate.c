@@ -78,7 +78,7 @@ static int accumulate(halfstep_optimizer *o, int32_t tensor, void *accumulator, 
     if (error) return hstep_why(o, error);
     /* An update counts in both counters, an accumulation only in writes. Their difference numbers the accumulations. */
     int generator = hstep_generator_id(o->generator);
-    a.stream = hstep_key_write(generator, o->seed, t->id,
+    a.strand = hstep_key_write(generator, o->seed, t->id,
                                generator == HSTEP_GENERATOR_LATTICE ? t->writes - t->state_steps : t->writes,
                                HALFSTEP_SLOT_GRADIENT);
     if ((error = run_accumulation(o, tensor, &a))) return error;

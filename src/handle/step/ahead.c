@@ -134,9 +134,9 @@ static int check_place(const struct hstep_request *s, uint64_t bytes)
 }
 
 /* Points the slots of a tensor into the memory of its result. */
-static void place_streams(struct hstep_tensor *t, const halfstep_piece *p, char *memory)
+static void place_plane(struct hstep_tensor *t, const halfstep_piece *p, char *memory)
 {
-    for (struct hstep_cursor c = {0}; hstep_next_stream(t, &c);)
+    for (struct hstep_cursor c = {0}; hstep_next_plane(t, &c);)
         *c.place = memory + hstep_range_of(p, c.slot, c.extra).offset;
 }
 
@@ -148,8 +148,8 @@ int hstep_step_in_advance(const struct hstep_request *s, int64_t *statistics)
     int error = check_device(o);
     if (!error) error = hstep_check_ready(s, HSTEP_PART_NORMS);
     if (!error) error = check_tensor(o, i, t);
-    const halfstep_piece streams = hstep_describe(t, i, 0, t->n_rows, 0); /* a result is laid out as a piece */
-    if (!error) error = check_place(s, streams.state_bytes);
+    const halfstep_piece planes = hstep_describe(t, i, 0, t->n_rows, 0); /* a result is laid out as a piece */
+    if (!error) error = check_place(s, planes.state_bytes);
     if (error) return error;
     struct hstep_results *all = open_results(o);
     if (!all) return hstep_fail_memory(o, (uint64_t)o->n_tensors * sizeof *all->tensors, "results of steps in advance");
@@ -167,7 +167,7 @@ int hstep_step_in_advance(const struct hstep_request *s, int64_t *statistics)
     const int64_t flag = statistics[hstep_flags_offset()];
     if (flag) return hstep_fail_gradient(o, i, !hstep_is_nonfinite(flag));
     hstep_prepare_update(&c, i, 1.0, NULL, NULL, &all->updates[i]);
-    place_streams(&all->tensors[i], &streams, s->ahead->states);
+    place_plane(&all->tensors[i], &planes, s->ahead->states);
     void *weight = c.micro ? NULL : s->ahead->weight;
     const struct hstep_origin origin = {c.micro ? NULL : s->call.weights[0], t};
     c.weights = c.micro ? NULL : &weight;

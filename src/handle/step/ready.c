@@ -17,7 +17,7 @@ static int check_bound(const struct hstep_request *s)
     if (!c->single && !o->slots_bound) o->slots_bound = 1;
     const struct hstep_tensor *t = &o->tensors[c->first];
     for (int i = 0; c->weights && i < c->n; i++)
-        if (!c->weights[i] && c->gradients[i] && t[i].runs)
+        if (!c->weights[i] && c->gradients[i] && t[i].tracks)
             return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "tensor '%s' has a gradient but NULL weights",
                               o->labels[c->first + i].name);
     for (int i = 0; o->missing_gradient == HSTEP_MISSING_ERROR && i < c->n; i++)
@@ -193,7 +193,7 @@ static int check_memory(const struct hstep_request *s)
         const void *const *memory = weights ? (const void *const *)c->weights : c->gradients;
         for (int i = 0, error = HALFSTEP_OK; i < c->n; i++, error = HALFSTEP_OK) {
             i += o->device->owns(&o->context, memory + i, c->n - i, &error);
-            if (i == c->n || !c->gradients[i] || !o->tensors[c->first + i].runs) continue;
+            if (i == c->n || !c->gradients[i] || !o->tensors[c->first + i].tracks) continue;
             return hstep_fail(o, error, "the %s of tensor '%s': %s", weights ? "weights" : "gradient",
                               o->labels[c->first + i].name, o->device->why());
         }

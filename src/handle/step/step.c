@@ -134,7 +134,7 @@ int hstep_sum_tensors(const struct hstep_request *s, int first, int n)
         for (end = i + 1; end < first + n && !tensors[i].pairs && !tensors[end].pairs; end++) {
         }
         if (!tensors[i].pairs) error = s->o->device->sum(&s->call, i, end - i);
-        else if (tensors[i].runs && s->call.gradients[i - s->call.first]) error = sum_factored(s, i);
+        else if (tensors[i].tracks && s->call.gradients[i - s->call.first]) error = sum_factored(s, i);
     }
     return error;
 }
@@ -180,7 +180,7 @@ static int update_matrices(const struct hstep_request *s, int tensor)
     halfstep_optimizer *o = s->o;
     struct hstep_call c = s->call;
     int error = HALFSTEP_OK;
-    if (!c.gradients[tensor - c.first] || !o->tensors[tensor].runs) return HALFSTEP_OK;
+    if (!c.gradients[tensor - c.first] || !o->tensors[tensor].tracks) return HALFSTEP_OK;
     /* Only calls about single tensors, on several threads, can compete for the workspace. */
     hstep_lock(&o->workspace_lock);
     for (c.matrix = 0; !error && c.matrix < o->tensors[tensor].matrices; c.matrix++) {
@@ -202,7 +202,7 @@ static int update_factored(const struct hstep_request *s, int tensor)
     int error = HALFSTEP_OK;
     if (!c->gradients[tensor - c->first]) return HALFSTEP_OK;
     /* A part without elements has only its constants and scalars to renew, from the sums of norms(). */
-    if (!t->runs) return hstep_needs_sums(t, 0) ? o->device->decide_sums(c, tensor, 1) : HALFSTEP_OK;
+    if (!t->tracks) return hstep_needs_sums(t, 0) ? o->device->decide_sums(c, tensor, 1) : HALFSTEP_OK;
     hstep_lock(&o->workspace_lock);
     for (int pair = 0; !error && pair < t->pairs; pair++) {
         error = o->device->cross(c, tensor, pair);
@@ -231,7 +231,7 @@ static int update_tensors(const struct hstep_request *s, int first, int n)
 #define BATCH_ELEMENTS ((int64_t)1 << 18)
 
 /* Returns the first of the tensors before `end` that are updated together. A matrix with vectors is updated alone. */
-static int start_of_batch(const struct hstep_request *s, int end)
+static int start_of_slate(const struct hstep_request *s, int end)
 {
     const halfstep_optimizer *o = s->o;
     int first = end;
@@ -271,7 +271,7 @@ static int update_all(const struct hstep_request *s)
     if (o->storage) return hstep_walk(s, 0);
     if (!o->sums && !o->factored) return update_tensors(s, c->first, c->n);
     for (int end = c->first + c->n, first; !error && end > c->first; end = first) {
-        first = start_of_batch(s, end);
+        first = start_of_slate(s, end);
         error = hstep_step_tensors(s, first, end - first, made);
     }
     return error;

@@ -1,30 +1,30 @@
-/* Loading an optimizer: its streams are checked, then its numbers are set and its streams read. Numbers come first,
+/* Loading an optimizer: its planes are checked, then its numbers are set and its planes read. Numbers come first,
  * because they can be set back. */
 #include "io/optimizer/read.h"
 
-/* ---- Streams ----------------------------------------------------------------------------------------------------- */
+/* ---- Planes ----------------------------------------------------------------------------------------------------- */
 
 enum { HSTEP_CHECK_BYTES = 1 << 18 };
 
-static int load_streams(loading *l, stream_visitor *visit)
+static int load_planes(loading *l, plane_visitor *visit)
 {
-    return hstep_each_stream(l->record, l->weights, l->has_model_file, l->options, visit, l, l->error);
+    return hstep_each_plane(l->record, l->weights, l->has_model_file, l->options, visit, l, l->error);
 }
 
-static int check_stream(void *context, tensor_record *t, const hstep_stream *stream, int is_weight)
+static int check_plane(void *context, tensor_record *t, const hstep_plane *plane, int is_weight)
 {
     loading *l = context;
     const hstep_source *source = is_weight ? &l->model : &l->states;
     uint64_t index;
-    if (!stream->bytes || (t->has_no_steps && !is_weight)) return HALFSTEP_OK;
-    int code = hstep_find_stream(source, &t->info, stream, &index);
+    if (!plane->bytes || (t->has_no_steps && !is_weight)) return HALFSTEP_OK;
+    int code = hstep_find_plane(source, &t->info, plane, &index);
     if (!code && !io_grow((void **)&l->places, l->place_count, &l->place_capacity, sizeof *l->places))
         code = io_fail_memory(l->error);
     if (code) return code;
     l->places[l->place_count++] = index;
     if (source->file == l->states.file) l->known[index] = 1;
-    return stream->nonnegative ? hstep_check_values(source, index, stream->finite, l->piece, HSTEP_CHECK_BYTES)
-                               : HALFSTEP_OK;
+    return plane->nonnegative ? hstep_check_values(source, index, plane->finite, l->piece, HSTEP_CHECK_BYTES)
+                              : HALFSTEP_OK;
 }
 
 static int fail_taking(const loading *l, int code)
@@ -33,19 +33,19 @@ static int fail_taking(const loading *l, int code)
     return io_fail(l->error, code, "%s: %s", l->states.path, *detail ? detail : halfstep_strerror(code));
 }
 
-/* Copies tensor `place` of the file to a stream in storage. UINT64_MAX: writes zeros. */
-static int fill_storage(const loading *l, const tensor_record *t, const hstep_stream *stream, uint64_t place)
+/* Copies tensor `place` of the file to a plane in storage. UINT64_MAX: writes zeros. */
+static int fill_storage(const loading *l, const tensor_record *t, const hstep_plane *plane, uint64_t place)
 {
     const int32_t index = (int32_t)(t - l->record->tensors);
     int code = HALFSTEP_OK;
     char *piece = calloc(1, HSTEP_CHECK_BYTES);
     if (!piece) return io_fail_memory(l->error);
-    for (uint64_t at = 0, bytes; at < stream->bytes && !code; at += bytes) {
-        bytes = stream->bytes - at < HSTEP_CHECK_BYTES ? stream->bytes - at : HSTEP_CHECK_BYTES;
+    for (uint64_t at = 0, bytes; at < plane->bytes && !code; at += bytes) {
+        bytes = plane->bytes - at < HSTEP_CHECK_BYTES ? plane->bytes - at : HSTEP_CHECK_BYTES;
         if (place != UINT64_MAX)
             code = halfstep_read_safetensor(l->states.file, place, at, piece, bytes, l->error->text, l->error->size);
         if (code) break;
-        code = halfstep_write_bytes(l->record->optimizer, index, stream->slot, stream->extra, at, bytes, piece);
+        code = halfstep_write_bytes(l->record->optimizer, index, plane->slot, plane->extra, at, bytes, piece);
         if (code) code = fail_taking(l, code);
     }
     free(piece);
@@ -53,35 +53,35 @@ static int fill_storage(const loading *l, const tensor_record *t, const hstep_st
 }
 
 /* Copies a weight that was loaded to the storage, if that keeps weights. */
-static int store_weight(const loading *l, const tensor_record *t, const hstep_stream *stream)
+static int store_weight(const loading *l, const tensor_record *t, const hstep_plane *plane)
 {
     const int32_t index = (int32_t)(t - l->record->tensors);
     halfstep_optimizer *const o = l->record->optimizer;
     /* A storage without weights, and memory, refuse even no bytes. */
     if (halfstep_write_bytes(o, index, HALFSTEP_SLOT_WEIGHT, 0, 0, 0, NULL)) return HALFSTEP_OK;
-    const int code = halfstep_write_bytes(o, index, HALFSTEP_SLOT_WEIGHT, 0, 0, stream->bytes, stream->data);
+    const int code = halfstep_write_bytes(o, index, HALFSTEP_SLOT_WEIGHT, 0, 0, plane->bytes, plane->data);
     return code ? fail_taking(l, code) : HALFSTEP_OK;
 }
 
-static int read_stream(void *context, tensor_record *t, const hstep_stream *stream, int is_weight)
+static int read_plane(void *context, tensor_record *t, const hstep_plane *plane, int is_weight)
 {
     loading *l = context;
-    if (!stream->bytes) return HALFSTEP_OK;
+    if (!plane->bytes) return HALFSTEP_OK;
     if (t->has_no_steps && !is_weight) {
-        if (!stream->data) return fill_storage(l, t, stream, UINT64_MAX);
-        memset(stream->data, 0, (size_t)stream->bytes);
+        if (!plane->data) return fill_storage(l, t, plane, UINT64_MAX);
+        memset(plane->data, 0, (size_t)plane->bytes);
         return HALFSTEP_OK;
     }
     const uint64_t place = l->places[l->place_count++];
-    if (!stream->data) return fill_storage(l, t, stream, place);
-    int code = halfstep_read_safetensor(is_weight ? l->model.file : l->states.file, place, 0, stream->data,
-                                        stream->bytes, l->error->text, l->error->size);
-    return code || !is_weight ? code : store_weight(l, t, stream);
+    if (!plane->data) return fill_storage(l, t, plane, place);
+    int code = halfstep_read_safetensor(is_weight ? l->model.file : l->states.file, place, 0, plane->data, plane->bytes,
+                                        l->error->text, l->error->size);
+    return code || !is_weight ? code : store_weight(l, t, plane);
 }
 
 /* Fails if the file holds states that this optimizer does not have. Either it was saved with other settings, or a
  * tensor's counters are missing. */
-static int check_unknown_streams(const loading *l)
+static int check_unknown_planes(const loading *l)
 {
     uint64_t count = halfstep_safetensor_count(l->states.file);
     for (uint64_t i = 0; i < count; i++) {
@@ -100,12 +100,12 @@ static int check_unknown_streams(const loading *l)
     return HALFSTEP_OK;
 }
 
-static int check_streams(loading *l)
+static int check_planes(loading *l)
 {
     l->piece = malloc(HSTEP_CHECK_BYTES);
     l->known = calloc((size_t)halfstep_safetensor_count(l->states.file) + 1, 1);
-    int code = l->piece && l->known ? load_streams(l, check_stream) : io_fail_memory(l->error);
-    if (!code) code = check_unknown_streams(l);
+    int code = l->piece && l->known ? load_planes(l, check_plane) : io_fail_memory(l->error);
+    if (!code) code = check_unknown_planes(l);
     free(l->piece);
     free(l->known);
     return code;
@@ -163,7 +163,7 @@ static int set_numbers(const record *r, int side)
 }
 
 /* Sets the numbers of the file, or none. Fails for a grid that is missing; where the file has the state in another
- * format, its stream was refused before. */
+ * format, its plane was refused before. */
 static int take_numbers(const loading *l)
 {
     for (int32_t i = 0; i < l->record->tensor_count; i++)
@@ -183,7 +183,7 @@ static int take(loading *l)
     hstep_error trouble = hstep_make_error(detail, sizeof detail), *told = l->error;
     l->error = l->states.error = l->model.error = &trouble;
     l->place_count = 0;
-    code = load_streams(l, read_stream);
+    code = load_planes(l, read_plane);
     if (!code && (code = halfstep_flush(l->record->optimizer, l->weights))) code = fail_taking(l, code);
     l->error = l->states.error = l->model.error = told;
     /* The same bytes were read once without an error, so the disk or the file is failing right now. */
@@ -200,7 +200,7 @@ static int load(loading *l, const halfstep_optimizer *optimizer, hstep_error *er
     int code = hstep_describe_optimizer(&r, optimizer, l->pairs != NULL, error);
     if (!code) code = hstep_make_key(l);
     if (!code) code = hstep_read_numbers(l);
-    if (!code && !l->pairs) code = check_streams(l);
+    if (!code && !l->pairs) code = check_planes(l);
     if (!code) code = l->pairs ? take_numbers(l) : take(l);
     free(l->key);
     free(l->places);

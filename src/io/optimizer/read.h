@@ -14,7 +14,7 @@ typedef struct loading {
     int has_model_file;         /* 1: model is a file of its own */
     void *piece;                /* HSTEP_CHECK_BYTES for values while they are checked */
     unsigned char *known;       /* for each tensor in the file of states: 1 if the optimizer stores it */
-    uint64_t *places;           /* numbers of the streams in their files, in the order of hstep_each_stream() */
+    uint64_t *places;           /* numbers of the planes in their files, in the order of hstep_each_plane() */
     size_t place_count, place_capacity;
     char *key; /* buffer for any key that is looked up */
     size_t key_bytes;

@@ -180,23 +180,22 @@ static int shape_of(const record *r, int32_t index, const halfstep_file_options 
                    t->name, (long long)t->rows, (long long)t->row_length);
 }
 
-int hstep_each_stream(const record *r, void *const *weights, int has_model_file, const halfstep_file_options *options,
-                      stream_visitor *visit, void *context, hstep_error *error)
+int hstep_each_plane(const record *r, void *const *weights, int has_model_file, const halfstep_file_options *options,
+                     plane_visitor *visit, void *context, hstep_error *error)
 {
     int code = HALFSTEP_OK, in_storage = 0;
     for (int32_t i = 0; i < r->tensor_count && !code; i++) {
         tensor_record *t = &r->tensors[i];
-        hstep_stream streams[HSTEP_MAX_STREAMS], weight;
+        hstep_plane planes[HSTEP_MAX_PLANES], weight;
         const uint64_t *shape;
         const halfstep_rule_info *rule = &r->groups[t->info.group].rule;
         int count = 0;
         code = shape_of(r, i, options, &shape, error);
-        if (!code)
-            code = hstep_list_streams(r->optimizer, i, &t->info, rule, shape, &in_storage, streams, &count, error);
-        for (int k = 0; k < count && !code; k++) code = visit(context, t, &streams[k], 0);
+        if (!code) code = hstep_list_planes(r->optimizer, i, &t->info, rule, shape, &in_storage, planes, &count, error);
+        for (int k = 0; k < count && !code; k++) code = visit(context, t, &planes[k], 0);
         if (code || !weights) continue;
-        code = hstep_weight_stream(r->optimizer, i, &t->info, shape, weights[i], has_model_file ? "" : HSTEP_WEIGHT,
-                                   &weight, error);
+        code = hstep_weight_plane(r->optimizer, i, &t->info, shape, weights[i], has_model_file ? "" : HSTEP_WEIGHT,
+                                  &weight, error);
         if (!code) code = visit(context, t, &weight, 1);
     }
     return code;

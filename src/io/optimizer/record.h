@@ -3,7 +3,7 @@
 #define HALFSTEP_IO_RECORD_H
 
 #include "io/parts.h"
-#include "io/streams.h"
+#include "io/planes.h"
 
 #define HSTEP_OPTIMIZER_FORMAT "halfstep optimizer 1"
 #define HSTEP_WEIGHT "weight"
@@ -61,8 +61,8 @@ typedef struct record {
     int takes_parts; /* 1: tensors of which only a part is here are allowed */
 } record;
 
-/* Called for each stream of the tensors. A weight's stream may have no byte. */
-typedef int stream_visitor(void *context, tensor_record *t, const hstep_stream *stream, int is_weight);
+/* Called for each plane of the tensors. A weight's plane may have no byte. */
+typedef int plane_visitor(void *context, tensor_record *t, const hstep_plane *plane, int is_weight);
 
 void hstep_free_record(record *r);
 int hstep_describe_optimizer(record *r, const halfstep_optimizer *optimizer, int takes_parts, hstep_error *error);
@@ -73,10 +73,10 @@ const named_tensor *hstep_find_tensor(const record *r, const char *name);
  * defaults. A NULL *options stays NULL. has_checkpoint: 0 for a file by itself. */
 int hstep_take_options(halfstep_file_options *ours, const halfstep_file_options **options, int has_checkpoint,
                        const char *function, hstep_error *error);
-/* Calls visit for every stream, in the order of the tensors: first a tensor's states, then its weight unless `weights`
+/* Calls visit for every plane, in the order of the tensors: first a tensor's states, then its weight unless `weights`
  * is NULL. Weights have the tensors' own names in a file of weights, and a suffix in a file of states. */
-int hstep_each_stream(const record *r, void *const *weights, int has_model_file, const halfstep_file_options *options,
-                      stream_visitor *visit, void *context, hstep_error *error);
+int hstep_each_plane(const record *r, void *const *weights, int has_model_file, const halfstep_file_options *options,
+                     plane_visitor *visit, void *context, hstep_error *error);
 const char *hstep_optimizer_file(const halfstep_file_options *options);
 const char *hstep_model_file(const halfstep_file_options *options);
 

@@ -2,7 +2,7 @@
 #include "io/numbers.h"
 #include "io/optimizer/record.h"
 
-/* A stream that is in storage. */
+/* A plane that is in storage. */
 typedef struct stored {
     int32_t tensor, slot, extra;
 } stored;
@@ -12,7 +12,7 @@ typedef struct stored {
 typedef struct declaring {
     halfstep_safetensors_writer *states, *model;
     const record *record;
-    stored *streams; /* for each tensor of `states`: where it is if it has no memory */
+    stored *planes; /* for each tensor of `states`: where it is if it has no memory */
     size_t count, capacity;
     hstep_put *put;
     void *context;
@@ -150,21 +150,21 @@ static int declare_packed(const declaring *d, const record *r)
     return code;
 }
 
-static int declare_stream(void *context, tensor_record *t, const hstep_stream *stream, int is_weight)
+static int declare_plane(void *context, tensor_record *t, const hstep_plane *plane, int is_weight)
 {
     declaring *d = context;
-    const stored place = {(int32_t)(t - d->record->tensors), stream->slot, stream->extra};
-    if (is_weight && d->model) return hstep_declare_stream(d->model, t->info.name, stream, d->error);
-    if (!io_grow((void **)&d->streams, d->count, &d->capacity, sizeof place)) return io_fail_memory(d->error);
-    d->streams[d->count++] = place;
-    return hstep_declare_stream(d->states, t->info.name, stream, d->error);
+    const stored place = {(int32_t)(t - d->record->tensors), plane->slot, plane->extra};
+    if (is_weight && d->model) return hstep_declare_plane(d->model, t->info.name, plane, d->error);
+    if (!io_grow((void **)&d->planes, d->count, &d->capacity, sizeof place)) return io_fail_memory(d->error);
+    d->planes[d->count++] = place;
+    return hstep_declare_plane(d->states, t->info.name, plane, d->error);
 }
 
 /* Reads from storage. */
-static int fill_stream(void *context, uint64_t number, uint64_t offset, void *data, uint64_t bytes)
+static int fill_plane(void *context, uint64_t number, uint64_t offset, void *data, uint64_t bytes)
 {
     const declaring *d = context;
-    const stored *from = &d->streams[number];
+    const stored *from = &d->planes[number];
     return halfstep_read_bytes(d->record->optimizer, from->tensor, from->slot, from->extra, offset, bytes, data);
 }
 
@@ -182,14 +182,14 @@ static int write_files(halfstep_checkpoint_save *save, const char *path, const h
     if (!code) code = declare_numbers(&d, &r);
     if (!code && d.model) code = halfstep_declare_safetensors_metadata(d.model, "format", "pt", text, error->size);
     if (!code && d.model) code = declare_packed(&d, &r);
-    if (!code) code = hstep_each_stream(&r, weights, d.model != NULL, options, declare_stream, &d, error);
+    if (!code) code = hstep_each_plane(&r, weights, d.model != NULL, options, declare_plane, &d, error);
     if (!code && d.model)
         code = halfstep_save_safetensors(save, hstep_model_file(options), d.model, NULL, NULL, text, error->size);
     if (!code && save)
-        code = halfstep_save_safetensors(save, hstep_optimizer_file(options), d.states, fill_stream, &d, text,
-                                         error->size);
-    if (!code && !save) code = halfstep_write_safetensors(d.states, path, fill_stream, &d, text, error->size);
-    free(d.streams);
+        code =
+            halfstep_save_safetensors(save, hstep_optimizer_file(options), d.states, fill_plane, &d, text, error->size);
+    if (!code && !save) code = halfstep_write_safetensors(d.states, path, fill_plane, &d, text, error->size);
+    free(d.planes);
     halfstep_destroy_safetensors_writer(d.states);
     halfstep_destroy_safetensors_writer(d.model);
     hstep_free_record(&r);

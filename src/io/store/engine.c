@@ -9,7 +9,8 @@
 #include "io/files.h"
 #include "io/store/engine.h"
 
-/* A transfer is cut into runs of at most HSTEP_RUN bytes, which the threads take in turn from all transfers. */
+/* A transfer is cut into stretches of at most HSTEP_STRETCH bytes, which the threads take in turn from all
+ * transfers. */
 enum { THREADS = 4, TRANSFERS = 64 };
 
 typedef struct transfer {
@@ -30,7 +31,7 @@ struct hstep_engine {
     pthread_cond_t work, end;
     pthread_t threads[THREADS];
     int thread_count, is_ending;
-    int busy, next;             /* transfers under way; the one that the next run is taken from */
+    int busy, next;             /* transfers under way; the one that the next stretch is taken from */
     int failed, failed_writing; /* the first failure: its errno, or one of the numbers below */
     uint64_t failed_at;
     transfer transfers[TRANSFERS];
@@ -50,7 +51,7 @@ static void set_direct(int fd, int direct)
 #endif
 }
 
-/* Makes one run of a transfer. Returns 0, an errno, or ENDED if the file ends before. */
+/* Makes one stretch of a transfer. Returns 0, an errno, or ENDED if the file ends before. */
 static int move(hstep_engine *e, int writes, uint64_t offset, char *memory, size_t bytes)
 {
     int refused = 0;
@@ -82,7 +83,7 @@ static int compare_sums(transfer *t)
     return 0;
 }
 
-/* Takes the next run of any transfer and makes it. Returns 0 if there is none. The engine is locked before and
+/* Takes the next stretch of any transfer and makes it. Returns 0 if there is none. The engine is locked before and
  * after. */
 static int move_one(hstep_engine *e)
 {
@@ -94,20 +95,20 @@ static int move_one(hstep_engine *e)
     }
     if (!t) return 0;
     const uint64_t at = t->taken, left = t->bytes - at;
-    const size_t bytes = left < HSTEP_RUN ? (size_t)left : HSTEP_RUN;
+    const size_t bytes = left < HSTEP_STRETCH ? (size_t)left : HSTEP_STRETCH;
     t->taken += bytes;
     int problem = 0;
-    hstep_sums run = {.head_bytes = t->sums && t->writes ? t->sums->head_bytes : 0};
+    hstep_sums stretch = {.head_bytes = t->sums && t->writes ? t->sums->head_bytes : 0};
     if (!e->failed) {
         pthread_mutex_unlock(&e->lock);
-        if (t->sums && t->writes) hstep_add_run(&run, t->memory + at, at, bytes);
+        if (t->sums && t->writes) hstep_add_stretch(&stretch, t->memory + at, at, bytes);
         problem = move(e, t->writes, t->offset + at, t->memory + at, bytes);
-        if (t->sums && !t->writes && !problem) hstep_add_run(&run, t->memory + at, at, bytes);
+        if (t->sums && !t->writes && !problem) hstep_add_stretch(&stretch, t->memory + at, at, bytes);
         pthread_mutex_lock(&e->lock);
     }
     t->ended += bytes;
-    t->found.all += run.all;
-    t->found.head += run.head;
+    t->found.all += stretch.all;
+    t->found.head += stretch.head;
     if (!problem && !e->failed && t->ended == t->bytes) problem = compare_sums(t);
     if (problem && !e->failed) {
         e->failed = problem;

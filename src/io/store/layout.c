@@ -71,12 +71,12 @@ uint64_t hstep_hash(const void *data, uint64_t bytes, uint64_t seed)
     return hash ? hash : 1;
 }
 
-void hstep_add_run(hstep_sums *sums, const void *run, uint64_t at, uint64_t bytes)
+void hstep_add_stretch(hstep_sums *sums, const void *stretch, uint64_t at, uint64_t bytes)
 {
-    const uint64_t hash = hstep_hash(run, bytes, at);
+    const uint64_t hash = hstep_hash(stretch, bytes, at);
     sums->all += hash;
     if (at + bytes <= sums->head_bytes) sums->head += hash;
-    else if (at < sums->head_bytes) sums->head += hstep_hash(run, sums->head_bytes - at, at);
+    else if (at < sums->head_bytes) sums->head += hstep_hash(stretch, sums->head_bytes - at, at);
 }
 
 /* ---- The header -------------------------------------------------------------------------------------------------- */

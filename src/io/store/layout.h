@@ -36,9 +36,9 @@ int hstep_read_header(const hstep_file *file, uint64_t file_bytes, hstep_layout 
 /* Hashes bytes in eight lanes, so that it is as fast as memory. Guards against accidents only. Never returns 0. */
 uint64_t hstep_hash(const void *data, uint64_t bytes, uint64_t seed);
 
-/* The sum of some bytes, modulo 2^64: over their runs of so many bytes, the last one shorter, the hash with the run's
- * place as its seed. */
-enum { HSTEP_RUN = 4 << 20 };
+/* The sum of some bytes, modulo 2^64: over their stretches of so many bytes, the last one shorter, the hash with the
+ * stretch's place as its seed. */
+enum { HSTEP_STRETCH = 4 << 20 };
 
 /* Sums of a piece: of all its bytes, and of those that a step reads. */
 typedef struct hstep_sums {
@@ -46,8 +46,8 @@ typedef struct hstep_sums {
     uint64_t head_bytes;
 } hstep_sums;
 
-/* Adds a run of a piece, from byte `at` on. */
-void hstep_add_run(hstep_sums *sums, const void *run, uint64_t at, uint64_t bytes);
+/* Adds a stretch of a piece, from byte `at` on. */
+void hstep_add_stretch(hstep_sums *sums, const void *stretch, uint64_t at, uint64_t bytes);
 
 /* What one record says. Strings lie in `text`. */
 typedef struct hstep_commit {

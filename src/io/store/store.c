@@ -15,7 +15,7 @@ typedef struct piece {
     int32_t tensor;
     unsigned char current; /* half of the last record */
     unsigned char written; /* 1: the other half is newer */
-    uint32_t round;        /* the last one that wrote it */
+    uint32_t turn;         /* the last one that wrote it */
 } piece;
 
 struct halfstep_store {
@@ -28,7 +28,7 @@ struct halfstep_store {
     int64_t piece_count;
     uint64_t memory; /* for the storage, as the options gave it */
     uint64_t generation;
-    uint32_t round; /* counts waits, from 1 */
+    uint32_t turn; /* counts waits, from 1 */
     hstep_pairs values;
     uint64_t *hashes; /* of weights, for each tensor; 0: not known */
     uint64_t *weight_bytes;
@@ -132,7 +132,7 @@ static int wait_all(halfstep_store *s, hstep_error *error)
 {
     int lost = 0;
     int code = hstep_engine_wait(s->engine, &lost, error);
-    s->round++;
+    s->turn++;
     return lost || (code && has_begun(s)) ? fail_lost(s, code, error) : code;
 }
 
@@ -179,14 +179,14 @@ static int move(halfstep_store *s, int writes, int64_t index, void *memory, uint
     piece *p = &s->pieces[index];
     if (s->lost) return HALFSTEP_ERROR_IO;
     /* A transfer that may still write the piece comes first. */
-    int code = p->round == s->round ? wait_all(s, &error) : HALFSTEP_OK;
+    int code = p->turn == s->turn ? wait_all(s, &error) : HALFSTEP_OK;
     if (code) return code;
     if (writes && bytes != p->bytes)
         return io_fail(&error, HALFSTEP_ERROR_ARGUMENT, "%s: piece %lld is written in part", s->path, (long long)index);
     if (writes) {
         p->written = 1;
         p->sums[!p->current] = empty_sums(p);
-        p->round = s->round;
+        p->turn = s->turn;
     }
     const int half = p->current ^ p->written;
     return hstep_engine_begin(s->engine, writes, hstep_half_begin(&s->layout, half) + p->offset, memory,
@@ -415,7 +415,7 @@ static int begin(halfstep_store **store, const char *function, const char *path,
     halfstep_store *s = calloc(1, sizeof *s);
     if (!s) return io_fail_memory(error);
     s->memory = options->memory;
-    s->round = 1;
+    s->turn = 1;
     s->path = hstep_copy(path);
     s->tensor_count = halfstep_tensor_count(optimizer);
     s->hashes = calloc((size_t)s->tensor_count + 1, sizeof *s->hashes);
@@ -549,7 +549,7 @@ static int check_hashes(const halfstep_store *s, void *const *weights, hstep_err
     return HALFSTEP_OK;
 }
 
-/* Reads bytes of the file into a window of HSTEP_RUN, and waits. */
+/* Reads bytes of the file into a window of HSTEP_STRETCH, and waits. */
 static int read_window(halfstep_store *s, uint64_t offset, char *window, uint64_t bytes, hstep_error *error)
 {
     int lost = 0, code = hstep_engine_begin(s->engine, 0, offset, window, bytes, NULL, error);
@@ -571,10 +571,10 @@ static int read_whole_piece(halfstep_store *s, piece *p, char *window, char *wei
     const uint64_t begin = hstep_half_begin(&s->layout, p->current) + p->offset, end = hstep_whole_pages(p->bytes);
     hstep_sums sums = empty_sums(p);
     for (uint64_t at = 0, bytes; at < end; at += bytes) {
-        bytes = end - at < HSTEP_RUN ? end - at : HSTEP_RUN;
+        bytes = end - at < HSTEP_STRETCH ? end - at : HSTEP_STRETCH;
         const int code = read_window(s, begin + at, window, bytes, error);
         if (code) return code;
-        hstep_add_run(&sums, window, at, bytes);
+        hstep_add_stretch(&sums, window, at, bytes);
         if (weight) copy_weight(p, window, at, bytes, weight, done);
     }
     if (sums.all != p->sums[p->current].all)
@@ -593,7 +593,7 @@ static int read_whole_piece(halfstep_store *s, piece *p, char *window, char *wei
  * to. */
 static int read_pieces(halfstep_store *s, void *const *weights, hstep_error *error)
 {
-    char *window = aligned_alloc(HSTEP_PAGE, HSTEP_RUN);
+    char *window = aligned_alloc(HSTEP_PAGE, HSTEP_STRETCH);
     int code = window ? HALFSTEP_OK : io_fail_memory(error);
     uint64_t done = 0;
     for (int64_t i = 0; i < s->piece_count && !code; i++) {

@@ -741,9 +741,9 @@ static int make_step(struct run *r, int step)
 
 /* ---- Hashing, of parts put together as one handle would hold them ------------------------------------------------ */
 
-/* Hashes one stream of a tensor, put together from all parts. It has `bits` for every `block` elements of a row. Rows
+/* Hashes one plane of a tensor, put together from all parts. It has `bits` for every `block` elements of a row. Rows
  * are in whole bytes. */
-static int hash_stream(struct run *r, int t, void *const *streams, int64_t bits, int64_t block, uint64_t *hash)
+static int hash_plane(struct run *r, int t, void *const *planes, int64_t bits, int64_t block, uint64_t *hash)
 {
     struct shape s = shapes[t];
     s.row_length = ((s.row_length + block - 1) / block * bits + 7) / 8;
@@ -754,21 +754,21 @@ static int hash_stream(struct run *r, int t, void *const *streams, int64_t bits,
         struct rectangle h = r->held[p][t];
         h.n_columns = ((h.n_columns + block - 1) / block * bits + 7) / 8;
         h.first_column = h.first_column / block * bits / 8;
-        void *here = from_device(r, p, streams[p], h.n_rows * h.n_columns);
+        void *here = from_device(r, p, planes[p], h.n_rows * h.n_columns);
         if (here) move_part(&s, &h, whole, here, 1, 0);
-        if (here != streams[p]) free(here);
+        if (here != planes[p]) free(here);
     }
     *hash = hash_bytes(*hash, whole, (size_t)bytes);
     free(whole);
     return 0;
 }
 
-static int hash_bytes_of(struct run *r, int p, void *stream, int64_t bytes, uint64_t *hash)
+static int hash_bytes_of(struct run *r, int p, void *plane, int64_t bytes, uint64_t *hash)
 {
-    void *here = from_device(r, p, stream, bytes);
+    void *here = from_device(r, p, plane, bytes);
     if (!here) return complain(r, "out of memory");
     *hash = hash_bytes(*hash, here, (size_t)bytes);
-    if (here != stream) free(here);
+    if (here != plane) free(here);
     return 0;
 }
 
@@ -814,18 +814,18 @@ static int hash_slot(struct run *r, int tensor, int slot, uint64_t *hash)
     if (vector) return hash_vector(r, code, pieces, rows, vector, hash);
     if (format.geometry == HALFSTEP_GEOMETRY_PACKED) {
         const int block = format.block, bits = block * format.code_bits + 8 * format.scale_bytes;
-        if (hash_stream(r, t, code, bits, block, hash)) return -1;
-        return format.extra_bits ? hash_stream(r, t, extra, block * format.extra_bits, block, hash) : 0;
+        if (hash_plane(r, t, code, bits, block, hash)) return -1;
+        return format.extra_bits ? hash_plane(r, t, extra, block * format.extra_bits, block, hash) : 0;
     }
-    if (hash_stream(r, t, code, format.code_bits, 1, hash)) return -1;
+    if (hash_plane(r, t, code, format.code_bits, 1, hash)) return -1;
     if (format.block && format.geometry == HALFSTEP_GEOMETRY_TENSOR) {
         for (int p = 0; p < r->parts; p++)
             if (r->held[p][t].n_rows && r->held[p][t].n_columns)
                 return hash_bytes_of(r, p, extra[p], format.scale_bytes, hash);
         return 0;
     }
-    if (format.block) return hash_stream(r, t, extra, 8 * format.scale_bytes, format.block, hash);
-    return format.extra_bits ? hash_stream(r, t, extra, format.extra_bits, 1, hash) : 0;
+    if (format.block) return hash_plane(r, t, extra, 8 * format.scale_bytes, format.block, hash);
+    return format.extra_bits ? hash_plane(r, t, extra, format.extra_bits, 1, hash) : 0;
 }
 
 /* Returns 1 if part p has elements of tensor t. */
@@ -914,7 +914,7 @@ static int hash_all(struct run *r, uint64_t *result)
             if (slot.grid && hash_scalar(r, t, 1, s, rule.matrix, &hash)) return -1;
         }
     }
-    if (hash_stream(r, shape_of("rows.1000"), r->accumulator, 16, 1, &hash)) return -1;
+    if (hash_plane(r, shape_of("rows.1000"), r->accumulator, 16, 1, &hash)) return -1;
     *result = hash_finish(hash_word(hash, halfstep_skipped_steps(r->optimizer[0])));
     return all_are_numbers(r, rule.states);
 }

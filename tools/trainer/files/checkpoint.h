@@ -51,7 +51,7 @@ int checkpoint_count_changes(const char *recipe, const halfstep_tensor *tensor, 
                              const void *codes, const struct first_weights *from, uint64_t *changed, char *error,
                              size_t error_bytes);
 
-/* Computes a hash of every weight and state bit, tensor after tensor: weight codes, their extra stream, then codes and
+/* Computes a hash of every weight and state bit, tensor after tensor: weight codes, their extra plane, then codes and
  * scales or extras of each state. */
 uint64_t holding_hash(const struct holding *holding);
 

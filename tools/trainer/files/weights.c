@@ -10,7 +10,7 @@ struct weight_source {
     struct model_files files;
     struct model_tensors model;
     halfstep_safetensors *states;
-    char recipe[RECIPE_BYTES]; /* of the saved states; its weight format may have an extra stream in their file */
+    char recipe[RECIPE_BYTES]; /* of the saved states; its weight format may have an extra plane in their file */
     int averages;
 };
 
@@ -173,7 +173,7 @@ static void close_stored(struct stored *s)
     halfstep_destroy(s->decoder);
 }
 
-/* Reads the extra stream into the decoder. */
+/* Reads the extra plane into the decoder. */
 static int read_extra(const struct weight_source *source, const struct lm_tensor *tensor, const char *name,
                       const struct stored *s, char *error, size_t error_bytes)
 {

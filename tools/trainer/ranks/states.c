@@ -27,23 +27,23 @@ int ranks_make_whole(struct run *run, int with_states, struct holding *whole)
     return status;
 }
 
-/* The codes or the extra stream of one slot: of the own rows, and of the whole tensor. All rows have equal size. */
-struct stream {
+/* The codes or the extra plane of one slot: of the own rows, and of the whole tensor. All rows have equal size. */
+struct plane {
     void *own, *whole;
     uint64_t bytes; /* of the whole tensor */
 };
 
-typedef int stream_visitor(struct run *run, int tensor, const struct stream *stream);
+typedef int plane_visitor(struct run *run, int tensor, const struct plane *plane);
 
-static int each_stream(struct run *run, const struct holding *whole, stream_visitor *visit)
+static int each_plane(struct run *run, const struct holding *whole, plane_visitor *visit)
 {
     for (int i = 0; i < run->tensors; i++) {
         for (int32_t slot = HALFSTEP_SLOT_WEIGHT; slot < HALFSTEP_SLOT_STATE + HALFSTEP_MAX_STATES; slot++) {
             const halfstep_slot_info own = slot_info(run->optimizer, i, slot),
                                      all = slot_info(whole->optimizer, i, slot);
             if (slot == HALFSTEP_SLOT_GRADIENT || own.format < 0) continue;
-            const struct stream codes = {own.code, all.code, all.code_bytes},
-                                extra = {own.extra, all.extra, all.extra_bytes};
+            const struct plane codes = {own.code, all.code, all.code_bytes},
+                               extra = {own.extra, all.extra, all.extra_bytes};
             int status = slot != HALFSTEP_SLOT_WEIGHT && codes.bytes ? visit(run, i, &codes) : 0;
             if (!status && extra.bytes) status = visit(run, i, &extra);
             if (status) return status;
@@ -52,33 +52,33 @@ static int each_stream(struct run *run, const struct holding *whole, stream_visi
     return 0;
 }
 
-static uint64_t part_of(const struct run *run, int tensor, const struct stream *stream, int64_t rows)
+static uint64_t part_of(const struct run *run, int tensor, const struct plane *plane, int64_t rows)
 {
     const struct lm_tensor info = run_tensor(run, tensor);
-    return stream->bytes * (uint64_t)rows / (uint64_t)info.rows;
+    return plane->bytes * (uint64_t)rows / (uint64_t)info.rows;
 }
 
-static int collect_stream(struct run *run, int tensor, const struct stream *stream)
+static int collect_plane(struct run *run, int tensor, const struct plane *plane)
 {
     for (int rank = 0; rank < run->ranks; rank++) {
         struct rows rows = ranks_rows(run, tensor, rank);
-        uint64_t bytes = part_of(run, tensor, stream, rows.n);
-        char *there = run->rank == 0 ? (char *)stream->whole + part_of(run, tensor, stream, rows.first) : NULL;
+        uint64_t bytes = part_of(run, tensor, plane, rows.n);
+        char *there = run->rank == 0 ? (char *)plane->whole + part_of(run, tensor, plane, rows.first) : NULL;
         int bad = 0;
         if (!bytes) continue;
-        if (rank == 0 && run->rank == 0) memcpy(there, stream->own, bytes);
+        if (rank == 0 && run->rank == 0) memcpy(there, plane->own, bytes);
         else if (run->rank == 0) bad = run->dist->receive(there, bytes, rank, 0);
-        else if (run->rank == rank) bad = run->dist->send(stream->own, bytes, 0, 0);
+        else if (run->rank == rank) bad = run->dist->send(plane->own, bytes, 0, 0);
         if (bad) return run_fail(run, "%s", run->dist->error());
     }
     return ranks_wait(run);
 }
 
-static int take_stream(struct run *run, int tensor, const struct stream *stream)
+static int take_plane(struct run *run, int tensor, const struct plane *plane)
 {
     struct rows rows = ranks_rows(run, tensor, run->rank);
-    memcpy(stream->own, (const char *)stream->whole + part_of(run, tensor, stream, rows.first),
-           part_of(run, tensor, stream, rows.n));
+    memcpy(plane->own, (const char *)plane->whole + part_of(run, tensor, plane, rows.first),
+           part_of(run, tensor, plane, rows.n));
     return 0;
 }
 
@@ -143,11 +143,11 @@ int ranks_collect(struct run *run, struct holding *whole)
     if (!run->dist) return 0;
     *whole = (struct holding){0};
     int status = run->rank == 0 ? ranks_make_whole(run, 1, whole) : 0;
-    /* The other ranks wait in each_stream() until this rank aborts the job. */
+    /* The other ranks wait in each_plane() until this rank aborts the job. */
     if (status) return status;
     struct holding sizes = *whole;
     if (run->rank != 0) sizes.optimizer = run->whole;
-    status = each_stream(run, &sizes, collect_stream);
+    status = each_plane(run, &sizes, collect_plane);
     if (!status) status = collect_records(run, whole->optimizer);
     if (!status && whole->optimizer) status = copy_counts(run, run->optimizer, whole->optimizer);
     return status;
@@ -161,7 +161,7 @@ void ranks_drop(struct run *run, struct holding *whole)
 
 int ranks_take_own(struct run *run, const struct holding *whole)
 {
-    int status = each_stream(run, whole, take_stream);
+    int status = each_plane(run, whole, take_plane);
     if (!status && copy_records(whole->optimizer, run->optimizer, HALFSTEP_RECORD_TENSOR, run->tensors) != HALFSTEP_OK)
         status = run_fail_in(run, run->optimizer);
     return status ? status : copy_counts(run, whole->optimizer, run->optimizer);

@@ -267,7 +267,7 @@ static int build_model(struct run *run)
     const struct run_config *c = run->config;
     struct lm_options options = {.batch = (int)c->batch,
                                  .training = 1,
-                                 .release = run->streams,
+                                 .release = run->hands_out,
                                  .threads = run->threads,
                                  .compute = strcmp(c->compute, "f32") == 0 ? LM_F32 : LM_BF16};
     options.gradients = run->gradient_dtype;
@@ -286,7 +286,7 @@ int run_build(struct run *run)
     run->shape = run_shape(c);
     run->adds_up = run_adds_up(c);
     run->by_tree = run->adds_up && strcmp(c->accumulator, "tree") == 0;
-    run->streams = c->release || run->adds_up;
+    run->hands_out = c->release || run->adds_up;
     if (lm_config_check(&run->shape, run->error, run->error_bytes) != 0) return 2;
     if (ranks_check(run) != 0) return 2;
     run->tensors = lm_tensor_count(&run->shape);
@@ -309,7 +309,7 @@ int run_build(struct run *run)
     run->gradient_dtype = weight_dtype(halfstep_format_find(c->gradients));
     status = run_allocate(run, HALFSTEP_SLOT_WEIGHT, 0, &run->weight_memory, run->weights, &result->weight_bytes);
     if (!status && run->by_tree) status = run_tree_open(run);
-    else if (!status && (run->adds_up || !run->streams))
+    else if (!status && (run->adds_up || !run->hands_out))
         status = run_allocate(run, HALFSTEP_SLOT_GRADIENT, 1088, &run->gradient_memory, run->gradients,
                               &result->gradient_bytes);
     if (status) return status;

@@ -49,7 +49,7 @@ struct run {
     int tensors, threads, gradient_dtype;
     int adds_up;     /* micro-steps add their gradients up in buffers, and the step reads the sums */
     int by_tree;     /* ... in the order of a tree, see tree.c */
-    int streams;     /* the model hands out one tensor's gradient at a time and keeps none */
+    int hands_out;   /* the model hands out one tensor's gradient at a time and keeps none */
     int has_average; /* the rule evaluates an average of the weights that it trains */
     unsigned char *weight_memory, *gradient_memory;
     void **weights, **gradients; /* weights of whole tensors; gradients of the own rows */
@@ -64,7 +64,7 @@ struct run {
     double squares;       /* sum of squares of this step's gradients, loss scale included */
     double released_norm; /* gradient norm of the previous step, which --clip uses with --release */
     int skipped_now, skips_in_a_row, skip_warned, log_lost;
-    int stream_failed;
+    int gradient_failed;
     double started, optimizer_seconds, trained_seconds;
     int64_t saved_step; /* -1: not saved yet */
     uint64_t sequence;  /* of the last checkpoint that this run has saved or resumed; 0: none */

@@ -102,7 +102,7 @@ static void on_gradient(void *arg, int tensor, const void *gradient)
 {
     struct run *run = arg;
     double begun = progress_clock();
-    if (!run->stream_failed) run->stream_failed = take_gradient(run, tensor, gradient);
+    if (!run->gradient_failed) run->gradient_failed = take_gradient(run, tensor, gradient);
     run->optimizer_seconds += progress_clock() - begun;
 }
 
@@ -125,12 +125,12 @@ static int micro_step(struct run *run, double *loss)
     *loss = lm_forward(run->model, run->model_weights, tokens, (int)c->batch, (int)c->context);
     if (*loss < 0) return run_fail(run, "%s", lm_error(run->model));
     struct lm_sink sink = {run->gradients, NULL, NULL};
-    if (run->streams) sink = (struct lm_sink){NULL, on_gradient, run};
+    if (run->hands_out) sink = (struct lm_sink){NULL, on_gradient, run};
     double scale = run->adds_up ? c->loss_scale / (double)c->micro_steps : c->loss_scale;
     if (lm_backward(run->model, run->model_weights, scale, &sink) != 0)
         return run_fail(run, "%s", lm_error(run->model));
-    if (run->stream_failed) return 1;
-    if (run->streams || last_micro_step(run)) return 0;
+    if (run->gradient_failed) return 1;
+    if (run->hands_out || last_micro_step(run)) return 0;
     double begun = progress_clock();
     const halfstep_call call = {
         .struct_size = sizeof call, .micro = 1, .gradients = (const void *const *)run->gradients};

@@ -70,7 +70,7 @@ static void fill_result(struct run *run)
     r->params = lm_parameter_count(&run->shape);
     r->train_loss = run_mean_loss(&r->history);
     r->peak_gradient_bytes += lm_gradient_peak_bytes(run->model);
-    if (run->streams) r->gradient_bytes = r->peak_gradient_bytes;
+    if (run->hands_out) r->gradient_bytes = r->peak_gradient_bytes;
     r->activation_bytes = lm_activation_bytes(run->model);
     r->ranks = run->ranks;
     r->data_files = run->data->files;

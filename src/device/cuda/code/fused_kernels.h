@@ -25,14 +25,14 @@ struct segment_keys {
 struct fused_work {
     int active, option; /* active: the chunk is this kernel's; option: RULE_OPTION is set in the mode */
     int64_t chunk, end; /* of the block's loop over chunks */
-    int64_t run, runs, offset, length, run_length, index_stride;
+    int64_t track, tracks, offset, length, track_length, index_stride;
     uint64_t index0;
     int format[HSTEP_SLOTS];
     char *code[HSTEP_SLOTS], *extra[HSTEP_SLOTS];
     __attribute__((aligned(16))) float k[HSTEP_MAX_SCALARS];
     float grid[HSTEP_SLOTS], onto[HSTEP_SLOTS];
     float gradient_scale, l2;
-    struct hstep_key stream[HSTEP_SLOTS];
+    struct hstep_key strand[HSTEP_SLOTS];
     struct segment_keys keys[WARPS];
 };
 
@@ -149,7 +149,7 @@ V_OP void fused_segment(struct fused_work *w, uint64_t index)
     const int lane = lane_of_thread();
     if (keys->segment[0] == segment) return;
     CUDA_WARP_BARRIER();
-    const struct hstep_key key = hstep_key_segment(&w->stream[lane % HSTEP_SLOTS], segment);
+    const struct hstep_key key = hstep_key_segment(&w->strand[lane % HSTEP_SLOTS], segment);
     keys->key[lane] = (struct segment_key){key.k[0], key.k[1], key.factor << 16, key.offset << 16};
     keys->segment[lane] = segment;
     CUDA_WARP_BARRIER();
@@ -165,7 +165,7 @@ V_OP uint32_t fused_word(const struct segment_key *held, const struct hstep_key 
 }
 
 /* Returns the random words of a lane's places, from word `first` of the segment on. Slots whose format is written with
- * random bits have a stream (decide/prepare.c). Others get the word that rounds to nearest. */
+ * random bits have a strand (decide/prepare.c). Others get the word that rounds to nearest. */
 V_OP vi fused_words(const int format, const struct fused_work *w, int s, uint32_t first)
 {
     struct hstep_key mixer;
@@ -387,16 +387,16 @@ V_OP void fused_tile(const struct fused_what f, vf (*rule)(const vf *, vf, vf, v
     change_weight(may_be_packed(f), w, HALFSTEP_SLOT_WEIGHT, first, &slot, weight, change);
 }
 
-/* Updates the whole tiles of a run. The warps take them in turn. */
-V_OP void fused_run(const struct fused_what f, vf (*rule)(const vf *, vf, vf, vf *, int), struct fused_work *w,
-                    int64_t run)
+/* Updates the whole tiles of a track. The warps take them in turn. */
+V_OP void fused_track(const struct fused_what f, vf (*rule)(const vf *, vf, vf, vf *, int), struct fused_work *w,
+                      int64_t track)
 {
     enum { SEGMENT_TILES = 2 * HSTEP_SEGMENT_WORDS / HSTEP_TILE };
-    const int64_t element = run * w->run_length + w->offset;
-    const uint64_t index = w->index0 + (uint64_t)(run * w->index_stride) + (uint64_t)w->offset;
+    const int64_t element = track * w->track_length + w->offset;
+    const uint64_t index = w->index0 + (uint64_t)(track * w->index_stride) + (uint64_t)w->offset;
     /* Tiles begin at multiples of their length, so that no segment of random words ends within one. */
     const int lead = (int)(index % HSTEP_TILE), tiles = (lead + (int)w->length) / HSTEP_TILE;
-    for (int tile = (lead > 0) + (warp_of_thread() + (int)run) % WARPS; tile < tiles;) {
+    for (int tile = (lead > 0) + (warp_of_thread() + (int)track) % WARPS; tile < tiles;) {
         const uint64_t from = index + (uint64_t)(tile * HSTEP_TILE - lead);
         const int rest = SEGMENT_TILES - (int)(from / HSTEP_TILE % SEGMENT_TILES);
         const int end = is_large(f) ? tile + 1 : tile + rest < tiles ? tile + rest : tiles;
@@ -424,11 +424,11 @@ V_OP void start_fused(const struct hstep_call *call, int64_t chunk, int64_t end,
         w->option = (u->mode & RULE_OPTION) != 0;
         w->chunk = chunk;
         w->end = end;
-        w->run = c->run;
-        w->runs = c->runs;
+        w->track = c->track;
+        w->tracks = c->tracks;
         w->offset = c->offset;
         w->length = c->length;
-        w->run_length = t->run_length;
+        w->track_length = t->track_length;
         w->index_stride = t->index_stride;
         w->index0 = t->index0;
         w->gradient_scale = u->gradient_scale;
@@ -440,7 +440,7 @@ V_OP void start_fused(const struct hstep_call *call, int64_t chunk, int64_t end,
         w->extra[i] = t->slot[i].extra;
         w->grid[i] = t->slot[i].grid;
         w->onto[i] = u->onto[i];
-        w->stream[i] = u->stream[i];
+        w->strand[i] = u->strand[i];
     }
     w->keys[i / LANES].segment[i % LANES] = ~(uint64_t)0;
     for (int j = i; j < HSTEP_MAX_SCALARS; j += HSTEP_CUDA_THREADS) w->k[j] = u->k[j];
@@ -459,9 +459,9 @@ V_OP void fused_chunks(const struct fused_what f, vf (*rule)(const vf *, vf, vf,
         CUDA_BARRIER();
         if (!w->active) continue;
         if (!w->option)
-            for (int64_t run = w->run; run < w->run + w->runs; run++) fused_run(f, rule, w, run);
+            for (int64_t track = w->track; track < w->track + w->tracks; track++) fused_track(f, rule, w, track);
         else if (optionals_of(f))
-            for (int64_t run = w->run; run < w->run + w->runs; run++) fused_run(with, rule, w, run);
+            for (int64_t track = w->track; track < w->track + w->tracks; track++) fused_track(with, rule, w, track);
     }
 }
 

@@ -141,7 +141,7 @@ CUDA_DEVICE void start_segment(struct updating *a, const struct lane *l)
     const uint64_t segment = (l->index - (uint64_t)(s * PLACES)) / 2 >> HSTEP_SEGMENT_SHIFT;
     if (a->segment == segment) return;
     CUDA_WARP_BARRIER();
-    if (s < HSTEP_SLOTS && (u->stochastic >> s & 1)) a->key[s] = hstep_key_segment(&u->stream[s], segment);
+    if (s < HSTEP_SLOTS && (u->stochastic >> s & 1)) a->key[s] = hstep_key_segment(&u->strand[s], segment);
     if (s == 0) a->segment = segment;
     CUDA_WARP_BARRIER();
 }
@@ -153,7 +153,7 @@ CUDA_DEVICE vi slot_words(const struct updating *a, int s, uint64_t index)
     uint64_t segment = a->segment;
     if (!(u->stochastic >> s & 1)) return nearest_words();
     key = a->key[s];
-    return random_words(hstep_generator_id(u->generator), &u->stream[s], index, &key, &segment);
+    return random_words(hstep_generator_id(u->generator), &u->strand[s], index, &key, &segment);
 }
 
 /* Stores a lane's new values of a state. */
@@ -235,7 +235,7 @@ CUDA_DEVICE void update_tile(struct updating *a, float mean, const struct lane *
 CUDA_DEVICE void update_stretch(struct updating *a, struct room *room, struct hstep_stretch s, int by_rows, int fused,
                                 int64_t *turn)
 {
-    const int64_t lead = fused ? (int64_t)(s.index % HSTEP_TILE) : hstep_unit_lead(a->w.t, s.element, s.index);
+    const int64_t lead = fused ? (int64_t)(s.index % HSTEP_TILE) : hstep_grain_lead(a->w.t, s.element, s.index);
     struct values v;
     float mean = 0.0f;
     int known = !by_rows;
@@ -248,12 +248,12 @@ CUDA_DEVICE void update_stretch(struct updating *a, struct room *room, struct hs
     }
 }
 
-/* Returns 1 if the fused kernel takes the whole chunk, because every run of the chunk begins and ends with a whole
+/* Returns 1 if the fused kernel takes the whole chunk, because every track of the chunk begins and ends with a whole
  * tile. */
 CUDA_DEVICE int is_whole_chunk(const struct hstep_tensor *t, const struct hstep_chunk *c)
 {
     const uint64_t first = t->index0 + (uint64_t)c->offset,
-                   stride = c->run + c->runs > 1 ? (uint64_t)t->index_stride : 0;
+                   stride = c->track + c->tracks > 1 ? (uint64_t)t->index_stride : 0;
     return first % HSTEP_TILE == 0 && stride % HSTEP_TILE == 0 && c->length % HSTEP_TILE == 0;
 }
 
@@ -269,8 +269,8 @@ CUDA_DEVICE void update_chunk(const struct hstep_call *call, const struct hstep_
     if (lane_of_thread() == 0) a->segment = ~(uint64_t)0;
     CUDA_WARP_BARRIER();
     const int by_rows = hstep_is_by_rows(&a->w);
-    for (int64_t run = c->run; run < c->run + c->runs; run++) {
-        struct hstep_stretch s = hstep_stretch_of(t, c, run);
+    for (int64_t track = c->track; track < c->track + c->tracks; track++) {
+        struct hstep_stretch s = hstep_stretch_of(t, c, track);
         while (s.n > 0)
             update_stretch(a, room, hstep_take(&s, by_rows ? t->n_columns - s.element % t->n_columns : s.n), by_rows,
                            fused, &turn);
@@ -330,7 +330,7 @@ CUDA_DEVICE uint32_t scan_tile(const struct hstep_tensor *t, int format, const c
     return hstep_cuda_largest(x[0], x[1]);
 }
 
-/* Scans one run of a chunk and adds its squares. Returns the largest magnitude in the lane. */
+/* Scans one track of a chunk and adds its squares. Returns the largest magnitude in the lane. */
 CUDA_DEVICE uint32_t scan_and_sum(const struct hstep_call *call, const struct hstep_tensor *t, int format,
                                   const char *gradient, struct hstep_stretch s, struct exchange *e, int64_t *turn,
                                   struct spread *sum)
@@ -387,10 +387,10 @@ V_OP uint32_t largest_of(const int format, const char *code, int64_t tile, int64
     return largest;
 }
 
-CUDA_DEVICE uint32_t scan_run(const struct hstep_tensor *t, int format, const char *gradient, struct hstep_stretch s,
-                              int64_t run)
+CUDA_DEVICE uint32_t scan_track(const struct hstep_tensor *t, int format, const char *gradient, struct hstep_stretch s,
+                                int64_t track)
 {
-    const int64_t first = (warp_of_thread() + run) % WARPS;
+    const int64_t first = (warp_of_thread() + track) % WARPS;
     const char *code = gradient + s.element * hstep_formats[format].code_bits / 8;
     const int64_t whole = aligned_tiles(format, code, s.n);
     uint32_t largest = 0;
@@ -427,10 +427,11 @@ CUDA_DEVICE void scan_chunk(const struct hstep_call *call, const struct hstep_ch
     const struct hstep_scan scan = hstep_scan_of(call, t);
     uint32_t largest = 0;
     int64_t turn = 0;
-    for (int64_t run = c->run; run < c->run + c->runs; run++)
-        largest = larger(largest, scan.summed ? scan_and_sum(call, t, scan.format, gradient, hstep_summed_of(t, c, run),
-                                                             e, &turn, sum)
-                                              : scan_run(t, scan.format, gradient, hstep_stretch_of(t, c, run), run));
+    for (int64_t track = c->track; track < c->track + c->tracks; track++)
+        largest = larger(largest,
+                         scan.summed
+                             ? scan_and_sum(call, t, scan.format, gradient, hstep_summed_of(t, c, track), e, &turn, sum)
+                             : scan_track(t, scan.format, gradient, hstep_stretch_of(t, c, track), track));
     const int64_t flag = hstep_flag_of(call, &scan, largest);
     if (flag) raise_flag(&call->statistics[hstep_flags_offset() + c->tensor - call->first], flag);
 }
@@ -494,7 +495,7 @@ CUDA_DEVICE void add_chunk(const struct hstep_work *w, float mean, struct room *
                            struct hstep_stretch s, int64_t *limbs, struct spread *sums)
 {
     const int singly = hstep_is_summed_singly(w->t);
-    struct lane *l = place_of(room, lane_at(s, hstep_unit_lead(w->t, s.element, s.index), 0));
+    struct lane *l = place_of(room, lane_at(s, hstep_grain_lead(w->t, s.element, s.index), 0));
     values_of(w, mean, l, scratch_of(room), v);
     for (int j = 0; j < w->t->sums; j++) {
         const int squared = hstep_is_squared(w->t, j);
@@ -524,8 +525,8 @@ CUDA_DEVICE void sum_chunk(const struct hstep_call *call, const struct hstep_chu
     CUDA_UNROLL for (int j = 0; j < KEPT_SUMS; j++) spread_clear(&sums[j]);
     start_work(call, c->tensor, HSTEP_PASS_SUMS, -1, w);
     const int by_rows = hstep_is_by_rows(w);
-    for (int64_t run = c->run; run < c->run + c->runs; run++) {
-        struct hstep_stretch s = hstep_summed_of(t, c, run);
+    for (int64_t track = c->track; track < c->track + c->tracks; track++) {
+        struct hstep_stretch s = hstep_summed_of(t, c, track);
         while (s.n > 0) {
             const struct hstep_stretch one = hstep_take_summed(t, &s, by_rows);
             if (turn++ % WARPS != warp_of_thread()) continue;
@@ -553,13 +554,13 @@ CUDA_KERNEL_SHARED(2) void halfstep_cuda_sum(struct hstep_call call, struct hste
 /* ---- cross ---- */
 
 /* Adds the values of a chunk of a row to `columns`, which hold those of the rows before it, and returns their sum. A
- * chunk that begins within a unit is taken in parts. */
+ * chunk that begins within a grain is taken in parts. */
 CUDA_DEVICE double cross_chunk(const struct hstep_work *w, float mean, struct room *room, struct values *v,
                                float *chunk, struct hstep_stretch s, double *columns)
 {
     const int64_t count = s.n;
     while (s.n > 0) {
-        const int64_t lead = hstep_unit_lead(w->t, s.element, s.index), done = count - s.n;
+        const int64_t lead = hstep_grain_lead(w->t, s.element, s.index), done = count - s.n;
         struct lane *l = place_of(room, lane_at(hstep_take(&s, HSTEP_TILE - lead), lead, 0));
         values_of(w, mean, l, scratch_of(room), v);
         for (int i = l->first; i < l->last; i++)
@@ -800,7 +801,7 @@ CUDA_KERNEL void halfstep_cuda_zero(struct hstep_call call, struct hstep_cuda_wh
 CUDA_DEVICE void accumulate_tile(const struct hstep_accumulation *a, const struct lane *l)
 {
     struct scratch sum, term;
-    struct hstep_key key = a->stream;
+    struct hstep_key key = a->strand;
     uint64_t segment = ~(uint64_t)0;
     vf x[2], y[2];
     vi words = nearest_words();
@@ -810,7 +811,7 @@ CUDA_DEVICE void accumulate_tile(const struct hstep_accumulation *a, const struc
     decode(a->gradient_format, 0, &term, y);
     for (int i = 0; i < 2; i++) x[i] = v_add(x[i], v_mul(y[i], v_set(a->scale)));
     if (hstep_formats[a->format].stochastic)
-        words = random_words(hstep_generator_id(a->generator), &a->stream, l->index, &key, &segment);
+        words = random_words(hstep_generator_id(a->generator), &a->strand, l->index, &key, &segment);
     encode(a->format, 0, x, &sum, &words, 0, 1.0f);
     put(a->tensor, a->format, a->accumulator, NULL, l, &sum);
 }
@@ -822,9 +823,9 @@ CUDA_KERNEL void halfstep_cuda_accumulate(struct hstep_accumulation a, struct hs
     for (int64_t i = CUDA_BLOCK; i < t->chunks; i += CUDA_BLOCKS) {
         const struct hstep_chunk *c = &a.chunks[i];
         int64_t turn = 0;
-        for (int64_t run = c->run; run < c->run + c->runs; run++) {
-            const struct hstep_stretch s = hstep_stretch_of(t, c, run);
-            int64_t lead = (int64_t)(s.index % HSTEP_GROUP);
+        for (int64_t track = c->track; track < c->track + c->tracks; track++) {
+            const struct hstep_stretch s = hstep_stretch_of(t, c, track);
+            int64_t lead = (int64_t)(s.index % HSTEP_CELL);
             for (int64_t tile = 0; tile < tiles_of(lead, s.n); tile++) {
                 if (turn++ % WARPS != warp_of_thread()) continue;
                 struct lane l = lane_at(s, lead, tile);
@@ -842,9 +843,9 @@ CUDA_KERNEL void halfstep_cuda_read(struct hstep_access a, struct hstep_cuda_wha
 {
     const struct hstep_tensor *t = a.tensor;
     const struct hstep_slot *s = &t->slot[a.slot];
-    struct hstep_piece p = {0, 0, 0};
+    struct hstep_portion p = {0, 0, 0};
     float *out = (float *)what.to;
-    for (int64_t turn = 0; hstep_next_piece(t, s->format, a.first, a.end, &p); turn++) {
+    for (int64_t turn = 0; hstep_next_portion(t, s->format, a.first, a.end, &p); turn++) {
         if (turn % warps_of_grid() != warp_of_grid()) continue;
         struct lane l = lane_of(p.element, p.n);
         struct scratch r;
@@ -886,12 +887,12 @@ CUDA_KERNEL void halfstep_cuda_write(struct hstep_access a, struct hstep_cuda_wh
     const float *in = (const float *)what.from;
     const float onto = hstep_onto_grid(s->grid, s->root);
     int one_scale = hstep_has_one_scale(s->format) && a.end > a.first;
-    struct hstep_piece p = {0, 0, 0};
+    struct hstep_portion p = {0, 0, 0};
     /* One scale for all is one warp's work. */
     int64_t warps = one_scale ? 1 : warps_of_grid();
     if (one_scale && warp_of_grid()) return;
     float scale = one_scale ? scale_of(&a, &e[warp_of_thread()], in) : 0.0f;
-    for (int64_t turn = 0; hstep_next_piece(t, s->format, a.first, a.end, &p); turn++) {
+    for (int64_t turn = 0; hstep_next_portion(t, s->format, a.first, a.end, &p); turn++) {
         if (turn % warps != warp_of_grid()) continue;
         struct lane l = lane_of(p.element, p.n);
         struct scratch r;
@@ -903,7 +904,7 @@ CUDA_KERNEL void halfstep_cuda_write(struct hstep_access a, struct hstep_cuda_wh
         for (int i = 0; s->nonneg && i < 2; i++) x[i] = v_abs(x[i]);
         if (one_scale) memcpy(r.extra, &scale, 4);
         /* A weight is written as a step with a change of 0 writes it, so that it saturates. Formats with a second
-         * stream or a scale are encoded instead, because a step would start from what is stored now. */
+         * plane or a scale are encoded instead, because a step would start from what is stored now. */
         if (a.slot == HALFSTEP_SLOT_WEIGHT && !f->extra_bits && !f->block) apply(s->format, x, nothing, &r, &words);
         else encode(s->format, s->nonneg, x, &r, &words, a.slot >= HALFSTEP_SLOT_STATE, onto);
         put(t, s->format, (char *)a.data, extra_of(s), &l, &r);

@@ -1,10 +1,10 @@
-/* A warp holds a tile: 256 places of index space, in whole units. Each lane has eight consecutive places.
+/* A warp holds a tile: 256 places of index space, in whole grains. Each lane has eight consecutive places.
  *
  * A lane copies its places of a slot into scratch memory of its own, with zeros at places that are not held here. Whole
- * tiles, tails and rows that begin within a unit therefore take one path. The formats then decode and encode in scratch
- * memory. Blocks of 32, 128 and 256 elements are 4, 16 and 32 lanes, which find their maximum by exchanges. All formats
- * are possible. They are arguments here, the same for all lanes of a warp. Over 500 lines because formats, random words
- * and sums share the places of a lane. */
+ * tiles, tails and rows that begin within a grain therefore take one path. The formats then decode and encode in
+ * scratch memory. Blocks of 32, 128 and 256 elements are 4, 16 and 32 lanes, which find their maximum by exchanges. All
+ * formats are possible. They are arguments here, the same for all lanes of a warp. Over 500 lines because formats,
+ * random words and sums share the places of a lane. */
 #ifndef HSTEP_CUDA_LANE_H
 #define HSTEP_CUDA_LANE_H
 
@@ -48,7 +48,7 @@ CUDA_DEVICE int warp_of_thread(void) { return CUDA_THREAD / LANES; }
 CUDA_DEVICE int is_finite(double x) { return (hstep_bits64(x) >> 52 & 2047) != 2047; }
 
 /* Returns the lane's places in tile number `tile` of a stretch. The first element of the stretch lies `lead` places
- * into a unit. */
+ * into a grain. */
 CUDA_DEVICE struct lane lane_at(struct hstep_stretch s, int64_t lead, int64_t tile)
 {
     int64_t place = tile * HSTEP_TILE + lane_of_thread() * PLACES;
@@ -70,7 +70,7 @@ CUDA_DEVICE struct lane lane_of(int64_t element, int64_t n)
     return lane_at(s, 0, 0);
 }
 
-/* Returns how many tiles n elements need if the first lies `lead` places into a unit. */
+/* Returns how many tiles n elements need if the first lies `lead` places into a grain. */
 CUDA_DEVICE int64_t tiles_of(int64_t lead, int64_t n) { return (lead + n + HSTEP_TILE - 1) / HSTEP_TILE; }
 
 /* ---- Between slots and scratch memory ---- */
@@ -144,7 +144,7 @@ CUDA_DEVICE void fetch(const struct hstep_tensor *t, int format, const char *cod
                    n * f->extra_bits / 8);
 }
 
-/* Copies the lane's places from scratch memory to a slot. Does not store the second stream or scales if extra is
+/* Copies the lane's places from scratch memory to a slot. Does not store the second plane or scales if extra is
  * NULL. */
 CUDA_DEVICE void put(const struct hstep_tensor *t, int format, char *code, char *extra, const struct lane *l,
                      const struct scratch *r)
@@ -437,18 +437,18 @@ V_OP vi segment_words(const struct hstep_key *key, uint64_t pair)
 
 /* Returns the words of eight places from element `index` on, a multiple of eight. *key must be that of *segment in the
  * mixer. Both are renewed if the places lie in another segment. */
-CUDA_DEVICE vi random_words(int generator, const struct hstep_key *stream, uint64_t index, struct hstep_key *key,
+CUDA_DEVICE vi random_words(int generator, const struct hstep_key *strand, uint64_t index, struct hstep_key *key,
                             uint64_t *segment)
 {
     uint64_t pair = index / 2;
     if (generator == HSTEP_GENERATOR_PHILOX7) {
         vi words;
-        hstep_philox_block(stream, pair / 4, words.x);
+        hstep_philox_block(strand, pair / 4, words.x);
         return words;
     }
     if (pair >> HSTEP_SEGMENT_SHIFT != *segment) {
         *segment = pair >> HSTEP_SEGMENT_SHIFT;
-        *key = hstep_key_segment(stream, *segment);
+        *key = hstep_key_segment(strand, *segment);
     }
     return segment_words(key, pair);
 }
@@ -490,7 +490,7 @@ CUDA_DEVICE double warp_total(struct exchange *e, const vf *x, int squared)
     CUDA_WARP_BARRIER();
     if (lane < 16) {
         double sum = 0.0;
-        for (int i = 2 * lane; i < HSTEP_TILE; i += HSTEP_GROUP) {
+        for (int i = 2 * lane; i < HSTEP_TILE; i += HSTEP_CELL) {
             double even = (double)e->x[i], odd = (double)e->x[i + 1];
             sum += squared ? even * even : even;
             sum += squared ? odd * odd : odd;

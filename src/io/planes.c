@@ -1,4 +1,4 @@
-#include "io/streams.h"
+#include "io/planes.h"
 
 #include <inttypes.h>
 
@@ -29,66 +29,66 @@ int hstep_gives(const uint64_t *shape, uint64_t ndim, uint64_t first, uint64_t r
     return 0;
 }
 
-/* Gives a stream the shape of the tensor, with one element of the dtype for each of the tensor's. */
-static void shape_as_tensor(hstep_stream *stream, const halfstep_tensor *tensor, const uint64_t *shape)
+/* Gives a plane the shape of the tensor, with one element of the dtype for each of the tensor's. */
+static void shape_as_tensor(hstep_plane *plane, const halfstep_tensor *tensor, const uint64_t *shape)
 {
-    stream->by_element = 1;
-    stream->ndim = shape ? (uint64_t)tensor->ndim : tensor->ndim > 1 ? 2 : (uint64_t)tensor->ndim;
-    stream->shape = shape ? shape : stream->own_shape;
-    stream->own_shape[0] = tensor->ndim == 1 ? elements_of(tensor) : (uint64_t)tensor->rows;
-    stream->own_shape[1] = (uint64_t)tensor->row_length;
+    plane->by_element = 1;
+    plane->ndim = shape ? (uint64_t)tensor->ndim : tensor->ndim > 1 ? 2 : (uint64_t)tensor->ndim;
+    plane->shape = shape ? shape : plane->own_shape;
+    plane->own_shape[0] = tensor->ndim == 1 ? elements_of(tensor) : (uint64_t)tensor->rows;
+    plane->own_shape[1] = (uint64_t)tensor->row_length;
 }
 
-static void shape_as(hstep_stream *stream, uint64_t ndim, uint64_t first, uint64_t second)
+static void shape_as(hstep_plane *plane, uint64_t ndim, uint64_t first, uint64_t second)
 {
-    stream->ndim = ndim;
-    stream->shape = stream->own_shape;
-    stream->own_shape[0] = first;
-    stream->own_shape[1] = second;
+    plane->ndim = ndim;
+    plane->shape = plane->own_shape;
+    plane->own_shape[0] = first;
+    plane->own_shape[1] = second;
 }
 
 static int is_packed(const halfstep_format_info *format) { return format->geometry == HALFSTEP_GEOMETRY_PACKED; }
 
-/* Returns 1 if the second stream of a slot holds scales. That of packed weights holds error codes. */
+/* Returns 1 if the second plane of a slot holds scales. That of packed weights holds error codes. */
 static int has_scales(const halfstep_format_info *format) { return format->block && !is_packed(format); }
 
-/* Returns 1 if the streams of a slot have rows of their own, whose bytes are not those of single elements. */
+/* Returns 1 if the planes of a slot have rows of their own, whose bytes are not those of single elements. */
 static int is_by_row(const halfstep_format_info *format)
 {
     return format->geometry == HALFSTEP_GEOMETRY_ROWS || is_packed(format);
 }
 
-static void make_codes(hstep_stream *stream, const halfstep_tensor *tensor, const halfstep_format_info *format,
+static void make_codes(hstep_plane *plane, const halfstep_tensor *tensor, const halfstep_format_info *format,
                        const halfstep_slot_info *slot, const uint64_t *shape)
 {
     uint64_t rows = (uint64_t)tensor->rows;
     uint64_t elements = slot->code_bytes * 8 / halfstep_safetensors_dtype_bits(format->code_dtype);
-    stream->dtype = format->code_dtype;
-    stream->data = slot->code;
-    stream->bytes = slot->code_bytes;
-    if ((uint64_t)slot->rows * (uint64_t)slot->columns != elements_of(tensor)) shape_as(stream, 1, elements, 0);
-    else if (elements == elements_of(tensor)) shape_as_tensor(stream, tensor, shape);
-    else if (is_by_row(format) && elements % rows == 0) shape_as(stream, 2, rows, elements / rows);
-    else shape_as(stream, 1, elements, 0);
+    plane->dtype = format->code_dtype;
+    plane->data = slot->code;
+    plane->bytes = slot->code_bytes;
+    if ((uint64_t)slot->rows * (uint64_t)slot->columns != elements_of(tensor)) shape_as(plane, 1, elements, 0);
+    else if (elements == elements_of(tensor)) shape_as_tensor(plane, tensor, shape);
+    else if (is_by_row(format) && elements % rows == 0) shape_as(plane, 2, rows, elements / rows);
+    else shape_as(plane, 1, elements, 0);
 }
 
-static void make_extra(hstep_stream *stream, const halfstep_tensor *tensor, const halfstep_format_info *format,
+static void make_extra(hstep_plane *plane, const halfstep_tensor *tensor, const halfstep_format_info *format,
                        const halfstep_slot_info *slot, const uint64_t *shape)
 {
-    stream->dtype = format->extra_dtype;
-    stream->data = slot->extra;
-    stream->bytes = slot->extra_bytes;
-    stream->nonnegative = has_scales(format);
-    stream->flat_scales = format->block && !is_by_row(format);
+    plane->dtype = format->extra_dtype;
+    plane->data = slot->extra;
+    plane->bytes = slot->extra_bytes;
+    plane->nonnegative = has_scales(format);
+    plane->flat_scales = format->block && !is_by_row(format);
     const uint64_t elements = slot->extra_bytes * 8 / halfstep_safetensors_dtype_bits(format->extra_dtype);
-    if (!format->block) shape_as_tensor(stream, tensor, shape);
-    else if (stream->flat_scales) shape_as(stream, 1, elements, 0);
-    else shape_as(stream, 2, (uint64_t)tensor->rows, elements / (uint64_t)tensor->rows);
+    if (!format->block) shape_as_tensor(plane, tensor, shape);
+    else if (plane->flat_scales) shape_as(plane, 1, elements, 0);
+    else shape_as(plane, 2, (uint64_t)tensor->rows, elements / (uint64_t)tensor->rows);
 }
 
-int hstep_list_streams(const halfstep_optimizer *optimizer, int32_t index, const halfstep_tensor *tensor,
-                       const halfstep_rule_info *rule, const uint64_t *shape, int *in_storage,
-                       hstep_stream streams[HSTEP_MAX_STREAMS], int *count, hstep_error *error)
+int hstep_list_planes(const halfstep_optimizer *optimizer, int32_t index, const halfstep_tensor *tensor,
+                      const halfstep_rule_info *rule, const uint64_t *shape, int *in_storage,
+                      hstep_plane planes[HSTEP_MAX_PLANES], int *count, hstep_error *error)
 {
     static const char *const floats[] = {"F32", "BF16", "F16"};
     int n = 0;
@@ -112,7 +112,7 @@ int hstep_list_streams(const halfstep_optimizer *optimizer, int32_t index, const
                            "first",
                            tensor->name, info.name);
         if (has_codes) {
-            hstep_stream *codes = &streams[n++];
+            hstep_plane *codes = &planes[n++];
             memset(codes, 0, sizeof *codes);
             codes->slot = slot;
             snprintf(codes->suffix, sizeof codes->suffix, "%s", info.name);
@@ -122,7 +122,7 @@ int hstep_list_streams(const halfstep_optimizer *optimizer, int32_t index, const
                 codes->nonnegative = codes->finite |= !strcmp(format.code_dtype, floats[i]);
         }
         if (!info.extra_bytes) continue;
-        hstep_stream *extra = &streams[n++];
+        hstep_plane *extra = &planes[n++];
         memset(extra, 0, sizeof *extra);
         extra->slot = slot;
         extra->extra = 1;
@@ -133,8 +133,8 @@ int hstep_list_streams(const halfstep_optimizer *optimizer, int32_t index, const
     return HALFSTEP_OK;
 }
 
-int hstep_weight_stream(const halfstep_optimizer *optimizer, int32_t index, const halfstep_tensor *tensor,
-                        const uint64_t *shape, void *data, const char *suffix, hstep_stream *stream, hstep_error *error)
+int hstep_weight_plane(const halfstep_optimizer *optimizer, int32_t index, const halfstep_tensor *tensor,
+                       const uint64_t *shape, void *data, const char *suffix, hstep_plane *plane, hstep_error *error)
 {
     halfstep_slot_info info = {.struct_size = sizeof info};
     halfstep_format_info format;
@@ -143,25 +143,25 @@ int hstep_weight_stream(const halfstep_optimizer *optimizer, int32_t index, cons
     if (code) return io_fail(error, code, "tensor \"%s\": %s", tensor->name, halfstep_strerror(code));
     if (info.code_bytes && !data)
         return io_fail(error, HALFSTEP_ERROR_ARGUMENT, "tensor \"%s\": its weight is NULL", tensor->name);
-    memset(stream, 0, sizeof *stream);
-    snprintf(stream->suffix, sizeof stream->suffix, "%s", suffix);
+    memset(plane, 0, sizeof *plane);
+    snprintf(plane->suffix, sizeof plane->suffix, "%s", suffix);
     info.code = data;
-    make_codes(stream, tensor, &format, &info, shape);
+    make_codes(plane, tensor, &format, &info, shape);
     return HALFSTEP_OK;
 }
 
-/* Returns the name of a stream in a file, "tensor/suffix", for the caller to free. */
-static char *name_in_file(const char *tensor, const hstep_stream *stream)
+/* Returns the name of a plane in a file, "tensor/suffix", for the caller to free. */
+static char *name_in_file(const char *tensor, const hstep_plane *plane)
 {
-    return hstep_format("%s%s%s", tensor, *stream->suffix ? "/" : "", stream->suffix);
+    return hstep_format("%s%s%s", tensor, *plane->suffix ? "/" : "", plane->suffix);
 }
 
-int hstep_declare_stream(halfstep_safetensors_writer *writer, const char *tensor, const hstep_stream *stream,
-                         hstep_error *error)
+int hstep_declare_plane(halfstep_safetensors_writer *writer, const char *tensor, const hstep_plane *plane,
+                        hstep_error *error)
 {
-    char *name = name_in_file(tensor, stream);
-    int code = name ? halfstep_declare_safetensor(writer, name, stream->dtype, stream->ndim, stream->shape,
-                                                  stream->data, error->text, error->size)
+    char *name = name_in_file(tensor, plane);
+    int code = name ? halfstep_declare_safetensor(writer, name, plane->dtype, plane->ndim, plane->shape, plane->data,
+                                                  error->text, error->size)
                     : io_fail_memory(error);
     free(name);
     return code;
@@ -175,29 +175,29 @@ static void describe_shape(const uint64_t *shape, uint64_t ndim, char *text, siz
     if (used < size) snprintf(text + used, size - used, "]");
 }
 
-/* Tells whether a tensor of a file has the shape of the stream. The optimizer knows only the first size, so a tensor of
- * more dimensions may have any sizes that give its rows and elements. In a stack of matrices, other streams of rows may
+/* Tells whether a tensor of a file has the shape of the plane. The optimizer knows only the first size, so a tensor of
+ * more dimensions may have any sizes that give its rows and elements. In a stack of matrices, other planes of rows may
  * have such sizes too. */
-static int fits(const hstep_stream *stream, const halfstep_tensor *tensor, const halfstep_safetensor_info *found)
+static int fits(const hstep_plane *plane, const halfstep_tensor *tensor, const halfstep_safetensor_info *found)
 {
-    int same = found->ndim == stream->ndim;
-    for (uint64_t i = 0; same && i < found->ndim; i++) same = found->shape[i] == stream->shape[i];
+    int same = found->ndim == plane->ndim;
+    for (uint64_t i = 0; same && i < found->ndim; i++) same = found->shape[i] == plane->shape[i];
     if (same) return 1;
-    if (hstep_is_stack(tensor) && !stream->flat_scales) {
-        const uint64_t first = stream->by_element ? (uint64_t)tensor->rows : stream->shape[0],
-                       all = product(stream->shape, stream->ndim);
+    if (hstep_is_stack(tensor) && !plane->flat_scales) {
+        const uint64_t first = plane->by_element ? (uint64_t)tensor->rows : plane->shape[0],
+                       all = product(plane->shape, plane->ndim);
         return first && hstep_gives(found->shape, found->ndim, first, all / first, 1);
     }
-    if (stream->flat_scales) return found->elements == stream->own_shape[0];
-    return stream->by_element && tensor->ndim > 1 && found->ndim > 1 && found->shape[0] == (uint64_t)tensor->rows &&
+    if (plane->flat_scales) return found->elements == plane->own_shape[0];
+    return plane->by_element && tensor->ndim > 1 && found->ndim > 1 && found->shape[0] == (uint64_t)tensor->rows &&
            found->elements == elements_of(tensor);
 }
 
-int hstep_find_stream(const hstep_source *source, const halfstep_tensor *tensor, const hstep_stream *stream,
-                      uint64_t *index)
+int hstep_find_plane(const hstep_source *source, const halfstep_tensor *tensor, const hstep_plane *plane,
+                     uint64_t *index)
 {
     halfstep_safetensor_info found = {.struct_size = sizeof found};
-    char *name = name_in_file(tensor->name, stream), there[256], here[256];
+    char *name = name_in_file(tensor->name, plane), there[256], here[256];
     if (!name) return io_fail_memory(source->error);
     int code = halfstep_safetensor_find(source->file, name, index);
     if (!code) code = halfstep_get_safetensor_info(source->file, *index, &found);
@@ -208,14 +208,14 @@ int hstep_find_stream(const hstep_source *source, const halfstep_tensor *tensor,
     if (code) {
         code = io_fail(source->error, HALFSTEP_ERROR_MISMATCH, "%s: there is no tensor \"%s\"%s", source->path, name,
                        advice);
-    } else if (!fits(stream, tensor, &found)) {
+    } else if (!fits(plane, tensor, &found)) {
         describe_shape(found.shape, found.ndim, there, sizeof there);
-        describe_shape(stream->shape, stream->ndim, here, sizeof here);
+        describe_shape(plane->shape, plane->ndim, here, sizeof here);
         code = io_fail(source->error, HALFSTEP_ERROR_MISMATCH, "%s: \"%s\" has shape %s, this optimizer needs %s%s",
                        source->path, name, there, here, advice);
-    } else if (strcmp(found.dtype, stream->dtype)) {
+    } else if (strcmp(found.dtype, plane->dtype)) {
         code = io_fail(source->error, HALFSTEP_ERROR_MISMATCH, "%s: \"%s\" is %s, this optimizer needs %s%s",
-                       source->path, name, found.dtype, stream->dtype, advice);
+                       source->path, name, found.dtype, plane->dtype, advice);
     }
     free(name);
     return code;

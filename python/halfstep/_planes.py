@@ -1,4 +1,4 @@
-"""Streams: the tensors that the library stores for a parameter. Each has a place in `state[p]` and
+"""Planes: the tensors that the library stores for a parameter. Each has a place in `state[p]` and
 in a handle."""
 
 import math
@@ -19,7 +19,7 @@ _BY_ROWS = (_abi.GEOMETRY_ROWS, _abi.GEOMETRY_PACKED)
 
 
 @dataclass(eq=False)
-class Stream:
+class Plane:
     """One stored tensor beside weight and gradient, with its place in `state[p]` and in a
     handle."""
 
@@ -59,7 +59,7 @@ class Stream:
         )
 
     def initial(self, p, name, device):
-        """Returns what the stream begins with beside the weight p."""
+        """Returns what the plane begins with beside the weight p."""
         if self.extra and self.role in (0, _abi.ROLE_WEIGHT) and _sharding.is_packed(p):
             return _dither.error_codes(p, name, device)
         if self.role == _abi.ROLE_WEIGHT and not self.extra:
@@ -72,8 +72,8 @@ class Stream:
         return _devices.zeros(self.shape, self.dtype, device)
 
 
-def streams_of(handle, index, rule, shape, rows=None):
-    """Returns the streams that the library stores for a tensor of this local shape, in the order of
+def planes_of(handle, index, rule, shape, rows=None):
+    """Returns the planes that the library stores for a tensor of this local shape, in the order of
     its slots. The second value is True if a state is too small for blocks. `rows` is 1 for a flat
     buffer."""
     found, fell_back = [], False
@@ -100,7 +100,7 @@ def streams_of(handle, index, rule, shape, rows=None):
                 code_shape = (code_bytes,)
             key = "" if code.is_floating_point else ".codes"
             grid, precise = bool(info.grid), bool(info.precise)
-            found.append(Stream(slot, False, name, key, code, code_shape, role, grid, precise))
+            found.append(Plane(slot, False, name, key, code, code_shape, role, grid, precise))
         if fmt.extra_dtype:
             extra = DTYPES[fmt.extra_dtype]
             n = int(info.extra_bytes) // extra.itemsize
@@ -113,29 +113,29 @@ def streams_of(handle, index, rule, shape, rows=None):
                 extra_shape = (n,)
             key = ".scale" if scales else ".extra"
             precise = bool(info.precise)
-            found.append(Stream(slot, True, name, key, extra, extra_shape, role, precise=precise))
+            found.append(Plane(slot, True, name, key, extra, extra_shape, role, precise=precise))
     return found, fell_back
 
 
 def lay_out(handle, index, recipe, options, part, shape, name):
-    """Returns streams_of() for a tensor that may be a part of one. `recipe` and `options` are those
+    """Returns planes_of() for a tensor that may be a part of one. `recipe` and `options` are those
     of its group."""
     rule = _abi.rules[recipe.partition("/")[0]]
-    streams, fell_back = streams_of(handle, index, rule, shape, None if part is None else part.rows)
+    planes, fell_back = planes_of(handle, index, rule, shape, None if part is None else part.rows)
     if part is not None and (part.gathered or part.mesh is not None):
-        # A sharded stream needs the shape of the whole, which only a handle that holds the whole
+        # A sharded plane needs the shape of the whole, which only a handle that holds the whole
         # can tell.
         whole = Handle(1, 0)
         group = add_group(whole, recipe, options)
         place = add_tensor(whole, group, name, 1, shape, "f32", part, whole=True)
-        part.place(streams, streams_of(whole, place, rule, part.laid)[0], name)
-    return streams, fell_back
+        part.place(planes, planes_of(whole, place, rule, part.laid)[0], name)
+    return planes, fell_back
 
 
-def bind_streams(handle, index, streams, tensors):
-    """Gives the library the addresses of a tensor's streams. `tensors` holds the streams by key."""
+def bind_planes(handle, index, planes, tensors):
+    """Gives the library the addresses of a tensor's planes. `tensors` holds the planes by key."""
     places = {}
-    for s in streams:
+    for s in planes:
         places.setdefault(s.slot, [None, None])[s.extra] = _sharding.address(tensors[s.key])
     for slot, (main, extra) in places.items():
         invoke(lib.halfstep_bind_slot, handle, index, slot, main, extra)
