@@ -1213,18 +1213,21 @@ static void test_removed(void)
     OPENS(dir, 100);
     WORKS(save_with(dir, 110, (halfstep_save_options){.prune_if = 1, .newest = sequence}, 0));
     ENTRIES(dir, "checkpoint-", 1);
-    /* A process cannot remember any number of directories. In one that it has forgotten, it removes nothing. */
+    /* A process remembers the 256 directories that it used last. In one that it has forgotten, it removes nothing. */
     mkdir(at("many"), 0777);
-    for (int i = 0; i < 256; i++) {
+    for (int i = 0; i < 516; i++) {
         static const halfstep_save_options quick = {.struct_size = sizeof quick, .no_sync = 1};
         halfstep_checkpoint_save *save;
         snprintf(path, sizeof path, "%s/%d", at("many"), i);
         WORKS(halfstep_begin_checkpoint(&save, path, &quick, TEXT));
         WORKS(halfstep_save_value(save, "k", "v", TEXT));
         WORKS(halfstep_commit_checkpoint(save, TEXT));
+        if (i != 250 && i != 259) continue;
+        WORKS(save_plain(dir, i == 250 ? 112 : 115));
+        CHECK(!message[0], "used last: the note is \"%s\"", message);
     }
     WORKS(save_plain(dir, 120));
-    CHECK(strstr(message, "such as checkpoint-110,"), "forgotten: the note is \"%s\"", message);
+    CHECK(strstr(message, "such as checkpoint-115,"), "forgotten: the note is \"%s\"", message);
     ENTRIES(dir, "checkpoint-", 2);
     remove_tree(dir);
     remove_tree(at("many"));

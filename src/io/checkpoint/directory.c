@@ -452,24 +452,30 @@ int hstep_find_newest(const char *dir, uint64_t *sequence, uint64_t *current, in
 
 /* ---- What this process knows of directories ---------------------------------------------------------------------- */
 
-/* The directories that were saved into or opened last. A save into one that has fallen out removes nothing there. */
+/* The directories that were saved into or opened last, the newest at the end. A save into one that has fallen out
+ * removes nothing there. */
 enum { ACQUAINTANCES = 256 };
 static struct {
     atomic_flag lock;
-    size_t count; /* that were ever entered */
+    size_t count;
     acquaintance list[ACQUAINTANCES];
 } acquaintances = {.lock = ATOMIC_FLAG_INIT};
 
 void hstep_look_up(acquaintance *a, int store)
 {
+    acquaintance *list = acquaintances.list;
     size_t i = 0;
     if (!a->id[0] && !a->id[1]) return;
     while (atomic_flag_test_and_set(&acquaintances.lock)) {
     }
-    const size_t n = acquaintances.count < ACQUAINTANCES ? acquaintances.count : ACQUAINTANCES;
-    while (i < n && memcmp(acquaintances.list[i].id, a->id, sizeof a->id)) i++;
-    if (store) acquaintances.list[i < n ? i : acquaintances.count++ % ACQUAINTANCES] = *a;
-    else if (i < n) *a = acquaintances.list[i];
+    while (i < acquaintances.count && memcmp(list[i].id, a->id, sizeof a->id)) i++;
+    if (!store && i < acquaintances.count) *a = list[i];
+    if (store) {
+        if (i == acquaintances.count && i < ACQUAINTANCES) acquaintances.count++;
+        else if (i == ACQUAINTANCES) i = 0; /* the oldest falls out */
+        memmove(list + i, list + i + 1, (acquaintances.count - 1 - i) * sizeof *list);
+        list[acquaintances.count - 1] = *a;
+    }
     atomic_flag_clear(&acquaintances.lock);
 }
 
