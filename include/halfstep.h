@@ -499,8 +499,8 @@ HALFSTEP_API int halfstep_memory(const halfstep_optimizer *optimizer, uint64_t *
 #define HALFSTEP_ROLE_NONNEG   8 /* a state that is never negative, such as a second moment */
 
 /* Geometries of block formats: which elements share a scale. */
-#define HALFSTEP_GEOMETRY_ROWS   0 /* a run of elements within a row; the last of a row may be short */
-#define HALFSTEP_GEOMETRY_FLAT   1 /* a run of elements of the flattened tensor, whole runs only */
+#define HALFSTEP_GEOMETRY_ROWS   0 /* a stretch of elements within a row; the last of a row may be short */
+#define HALFSTEP_GEOMETRY_FLAT   1 /* a stretch of elements of the flattened tensor, whole stretches only */
 #define HALFSTEP_GEOMETRY_TENSOR 2 /* the whole tensor */
 #define HALFSTEP_GEOMETRY_PACKED 3 /* of weights: as ROWS, but the scale lies before its codes in the main plane, and
                                       codes of elements beyond the end of a row are stored as 0 */

@@ -146,7 +146,21 @@ class Packed(StateDict):
         self.opt.load_state_dict(held["optimizer"])
 
 
-class Averages:
+class Kept:
+    """The state dictionary of one object, `kept`, by torch.save()."""
+
+    def state(self):
+        return self.kept.state_dict()
+
+    def save(self, path):
+        torch.save(self.kept.state_dict(), path)
+
+    def load(self, path):
+        self.new(None)
+        self.kept.load_state_dict(torch.load(path, weights_only=True))
+
+
+class Averages(Kept):
     """The averages of a model."""
 
     file = "averages.pt"
@@ -154,7 +168,7 @@ class Averages:
     def new(self, path):
         self.model = torch.nn.Linear(64, 32, dtype=torch.bfloat16)
         self.set(0)
-        self.ema = halfstep.EMA(self.model, 0.9, seed=5)
+        self.kept = halfstep.EMA(self.model, 0.9, seed=5)
 
     def set(self, k):
         with torch.no_grad():
@@ -163,40 +177,20 @@ class Averages:
 
     def step(self, k):
         self.set(k)
-        self.ema.update_parameters(self.model)
-
-    def state(self):
-        return self.ema.state_dict()
-
-    def save(self, path):
-        torch.save(self.ema.state_dict(), path)
-
-    def load(self, path):
-        self.new(None)
-        self.ema.load_state_dict(torch.load(path, weights_only=True))
+        self.kept.update_parameters(self.model)
 
 
-class Sums:
+class Sums(Kept):
     """The sums of a GradientAccumulator."""
 
     file = "sums.pt"
 
     def new(self, path):
         self.params = {name: torch.nn.Parameter(values(shape, 7)) for name, shape in SHAPES.items()}
-        self.sums = halfstep.GradientAccumulator(self.params.items(), seed=5).attach()
+        self.kept = halfstep.GradientAccumulator(self.params.items(), seed=5).attach()
 
     def step(self, k):
         sum((p * values(p.shape, k)).sum() for p in self.params.values()).backward()
-
-    def state(self):
-        return self.sums.state_dict()
-
-    def save(self, path):
-        torch.save(self.sums.state_dict(), path)
-
-    def load(self, path):
-        self.new(None)
-        self.sums.load_state_dict(torch.load(path, weights_only=True))
 
 
 KINDS = [

@@ -216,8 +216,9 @@ def _dictionary(held, path, rules):
                 return inner
             if isinstance(inner, dict) and inner and all(map(_is_of_one, inner.values())):
                 return _merged(inner)  # an optimizer for each parameter
-            if isinstance(inner, dict) and _unflattened(inner) is not None:
-                return _unflattened(inner)
+            found = _unflattened(inner) if isinstance(inner, dict) else None
+            if found is not None:
+                return found
         found = _unflattened(held)
         if found is not None:
             return found
@@ -419,7 +420,7 @@ def read(parts, path):
     except ValueError as error:
         if "several" not in found:
             raise
-        text = str(error)[len(f"{__package__}: ") :]
+        text = str(error).removeprefix(f"{__package__}: ")
         raise ValueError(
             f"halfstep: {path} holds states of {found['several']}. Together they do not fit: {text}"
         ) from None

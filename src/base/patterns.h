@@ -3,7 +3,13 @@
 #ifndef HSTEP_PATTERNS_H
 #define HSTEP_PATTERNS_H
 
-#include <stdint.h>
+#include "base/rng.h"
+
+/* Returns the random word for a place of a tensor. */
+static inline uint64_t hstep_pattern_word(uint64_t seed, uint64_t tensor, int64_t place)
+{
+    return hstep_mix(hstep_mix((uint64_t)place * UINT64_C(0x9e3779b97f4a7c15) + seed) + tensor);
+}
 
 /* Returns an fp32 pattern. Most have magnitudes of 2^-4 .. 2^-19. Some are far larger or smaller, subnormals, or zeros
  * of both signs. */

@@ -77,8 +77,8 @@ static inline int hstep_generator_find(const char *text)
     return 0;
 }
 
-/* Mixes the bits of a number: the last step of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number
- * generators; OOPSLA 2014). */
+/* Mixes the bits of a number, so that differences spread over all of them. This is the last step of splitmix64 (Steele,
+ * Lea, Flood: Fast splittable pseudorandom number generators; OOPSLA 2014), which is D. Stafford's mix 13. */
 HSTEP_INLINE uint64_t hstep_mix(uint64_t z)
 {
     z = (z ^ (z >> 30)) * UINT64_C(0xbf58476d1ce4e5b9);
@@ -240,21 +240,13 @@ HSTEP_INLINE void hstep_random_words(int generator, const struct hstep_key *stra
     }
 }
 
-/* Spreads the differences of numbers over all bits (D. Stafford's mix 13). */
-HSTEP_INLINE uint64_t hstep_spread(uint64_t h)
-{
-    h = (h ^ (h >> 30)) * 0xBF58476D1CE4E5B9u;
-    h = (h ^ (h >> 27)) * 0x94D049BB133111EBu;
-    return h ^ (h >> 31);
-}
-
 /* Returns the default id of a tensor, a hash of its name. FNV-1a leaves names that differ in their last letters close
  * together, so a finaliser follows it. The id is never 0, which means "no id given". */
 HSTEP_INLINE uint64_t hstep_hash_name(const char *name)
 {
     uint64_t h = 0xCBF29CE484222325u;
     for (; *name; name++) h = (h ^ (unsigned char)*name) * 0x100000001B3u;
-    h = hstep_spread(h);
+    h = hstep_mix(h);
     return h ? h : 1;
 }
 

@@ -1,5 +1,4 @@
-/* Handles and groups. Arguments are checked here, so that a step has nothing left
- * to refuse but gradients. */
+/* Handles and groups. Arguments are checked here, so that a step has nothing left to refuse but gradients. */
 #include <math.h>
 #include <stdarg.h>
 #include <stdio.h>

@@ -220,7 +220,7 @@ static int *list_of(const halfstep_optimizer *o, int kind, uint64_t key)
     return &o->links[key & (uint64_t)(o->capacity_links - 1)].first[kind];
 }
 
-static int *list_of_id(const halfstep_optimizer *o, uint64_t id) { return list_of(o, HSTEP_BY_ID, hstep_spread(id)); }
+static int *list_of_id(const halfstep_optimizer *o, uint64_t id) { return list_of(o, HSTEP_BY_ID, hstep_mix(id)); }
 
 static int *list_of_name(const halfstep_optimizer *o, const char *name)
 {

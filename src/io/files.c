@@ -1,5 +1,5 @@
-/* The operating system as POSIX has it. A port to another system rewrites this file and store/engine.c. It
- * has over 500 lines, so that nothing else needs a port. */
+/* The operating system as POSIX has it. A port to another system rewrites this file and store/engine.c. It has
+ * over 500 lines, so that nothing else needs a port. */
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>

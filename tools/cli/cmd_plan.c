@@ -435,10 +435,11 @@ static int plan_all(struct args *args, void *options)
     if (plan->width && lm_config_check(&shape, error, sizeof error) != 0) return usage_error("plan", "%s", error);
     for (int i = plan->recipes.n ? 0 : -1; i < plan->recipes.n; i++) {
         const char *recipe = i < 0 ? plan->rule : plan->recipes.item[i];
-        if (rule_info(recipe_rule(recipe)).raw_gradient)
+        const halfstep_rule_info rule = rule_info(recipe_rule(recipe));
+        if (rule.raw_gradient)
             return usage_error("plan", "--%s: %s follows weights that another optimizer trains; name a rule that does",
-                               i < 0 ? "rule" : "recipes", rule_info(recipe_rule(recipe)).name);
-        if (plan->release && rule_info(recipe_rule(recipe)).totals)
+                               i < 0 ? "rule" : "recipes", rule.name);
+        if (plan->release && rule.totals)
             return usage_error("plan", "--release: %s needs the gradients of all tensors before it steps any", recipe);
     }
     int shaped = !args_given(args, "params"), n = 0;

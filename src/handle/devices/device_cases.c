@@ -258,7 +258,7 @@ static void fill_packed(char *data, const struct hstep_tensor *t, const struct h
 {
     const int64_t blocks = hstep_blocks_per_row(t, t->slot[HALFSTEP_SLOT_WEIGHT].format);
     for (int64_t b = 0; b < t->n_rows * blocks; b++, data += hstep_packed_bytes(f)) {
-        const uint64_t r = hstep_mix(hstep_mix((uint64_t)b * UINT64_C(0x9e3779b97f4a7c15) + seed) + t->id);
+        const uint64_t r = hstep_pattern_word(seed, t->id, b);
         const uint32_t scale = largest && b % 7 == 3 ? 0x7b800000 : hstep_pattern(r) & 0x7fffffff;
         hstep_scale_store(HSTEP_SCALE_BF16, data, 0, scale);
         for (int64_t i = 0; i < f->block; i++) {
@@ -284,7 +284,7 @@ void hstep_fill_case(char *data, const halfstep_optimizer *o, int tensor, int sl
         return;
     }
     for (int64_t i = 0; i < n; i++) {
-        const uint64_t r = hstep_mix(hstep_mix((uint64_t)i * UINT64_C(0x9e3779b97f4a7c15) + seed) + (uint64_t)tensor);
+        const uint64_t r = hstep_pattern_word(seed, (uint64_t)tensor, i);
         const uint32_t zero = slot == HALFSTEP_SLOT_GRADIENT && (i / 32 + (int64_t)seed) % 11 == 0;
         uint32_t bits = zero ? 0 : hstep_pattern(r);
         uint16_t code = half ? zero ? 0 : hstep_half_pattern(r) : (uint16_t)(bits >> 16);

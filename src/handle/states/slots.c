@@ -62,7 +62,7 @@ int halfstep_get_slot_info(const halfstep_optimizer *o, int32_t tensor, int32_t 
 
 /* Places the planes of all tensors one after another from `base` on, unless that is NULL. Returns the bytes that they
  * take. */
-static uint64_t place_plane(halfstep_optimizer *o, char *base)
+static uint64_t place_planes(halfstep_optimizer *o, char *base)
 {
     uint64_t offset = 0;
     for (int i = 0; i < o->n_tensors; i++)
@@ -81,7 +81,7 @@ int halfstep_state_bytes(halfstep_optimizer *o, uint64_t *bytes)
 {
     HSTEP_NEED(o, o);
     HSTEP_NEED(o, bytes);
-    *bytes = place_plane(o, NULL);
+    *bytes = place_planes(o, NULL);
     return HALFSTEP_OK;
 }
 
@@ -135,13 +135,13 @@ int hstep_spread_errors(const halfstep_optimizer *o, const struct hstep_tensor *
 static int place_all(halfstep_optimizer *o, void *memory, uint64_t bytes)
 {
     if (o->device->touch && o->n_tensors) {
-        place_plane(o, memory);
+        place_planes(o, memory);
         o->device->touch(&o->context, &o->plan);
     }
     int error = hstep_fetch(o);
     if (error || (error = hstep_wait(o, o->device->zero(&o->context, memory, bytes)))) return error;
     hstep_changed(o, 0, o->n_tensors);
-    place_plane(o, memory);
+    place_planes(o, memory);
     for (int i = 0; i < o->n_tensors; i++)
         for (int s = HALFSTEP_SLOT_STATE; s < HSTEP_SLOTS; s++) o->tensors[i].slot[s].grid = 1.0f;
     for (int i = 0; i < o->n_tensors; i++)
@@ -174,7 +174,7 @@ static int check_unplaced(const halfstep_optimizer *o)
 int halfstep_bind_states(halfstep_optimizer *o, void *memory, uint64_t bytes)
 {
     HSTEP_NEED(o, o);
-    const uint64_t needed = place_plane(o, NULL);
+    const uint64_t needed = place_planes(o, NULL);
     int error = check_unplaced(o);
     if (error) return error;
     if (needed && !memory) return hstep_fail(o, HALFSTEP_ERROR_ARGUMENT, "memory for the states is NULL");
@@ -193,7 +193,7 @@ int halfstep_bind_states(halfstep_optimizer *o, void *memory, uint64_t bytes)
 int halfstep_allocate_states(halfstep_optimizer *o)
 {
     HSTEP_NEED(o, o);
-    const uint64_t bytes = place_plane(o, NULL);
+    const uint64_t bytes = place_planes(o, NULL);
     int error = check_unplaced(o);
     if (error) return error;
     if (bytes > SIZE_MAX / 2)

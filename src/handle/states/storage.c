@@ -187,7 +187,7 @@ static int is_alone(const halfstep_optimizer *o, const struct hstep_stored_piece
 }
 
 /* Joins pieces to bundles of at most `limit` bytes, or of one piece. */
-static void list_rounds(const halfstep_optimizer *o, struct hstep_storage *st, uint64_t limit)
+static void list_bundles(const halfstep_optimizer *o, struct hstep_storage *st, uint64_t limit)
 {
     st->n_bundles = 0;
     for (int64_t i = 0; i < st->n_pieces; i++) {
@@ -217,7 +217,7 @@ static int place_pieces(const halfstep_optimizer *o, struct hstep_storage *st)
                           "memory of %llu bytes is too little for the storage; three pieces need %llu, all %llu",
                           (unsigned long long)memory, (unsigned long long)(HSTEP_BUFFERS * largest),
                           (unsigned long long)all);
-    list_rounds(o, st, least(piece_bytes, memory / HSTEP_BUFFERS));
+    list_bundles(o, st, least(piece_bytes, memory / HSTEP_BUFFERS));
     for (int64_t i = 0; i < st->n_bundles && memory < all; i++) buffer = most(buffer, st->bundles[i].bytes);
     uint64_t left = memory - HSTEP_BUFFERS * buffer, used = PAGE + HSTEP_BUFFERS * buffer;
     for (int64_t i = 0; i < st->n_pieces; i++) {

@@ -213,7 +213,7 @@ static int walk(const struct walk *w)
     struct visit now = {w->st->pieces[w->st->first_piece[w->s->call.first + w->s->call.n] - 1].bundle + 1, STEP},
                  before;
     int written = 0;
-    /* Rounds above those of the call are not of its tensors, so none of them is cut and goes on in the first. */
+    /* Bundles above those of the call are not of its tensors, so none of them is cut and goes on in the first. */
     int more = next_visit(w, &now);
     if (!more) return HALFSTEP_OK;
     int error = begin_reads(w, &now, w->st->buffer[0]);

@@ -134,7 +134,7 @@ static int check_place(const struct hstep_request *s, uint64_t bytes)
 }
 
 /* Points the slots of a tensor into the memory of its result. */
-static void place_plane(struct hstep_tensor *t, const halfstep_piece *p, char *memory)
+static void place_planes(struct hstep_tensor *t, const halfstep_piece *p, char *memory)
 {
     for (struct hstep_cursor c = {0}; hstep_next_plane(t, &c);)
         *c.place = memory + hstep_range_of(p, c.slot, c.extra).offset;
@@ -167,7 +167,7 @@ int hstep_step_in_advance(const struct hstep_request *s, int64_t *statistics)
     const int64_t flag = statistics[hstep_flags_offset()];
     if (flag) return hstep_fail_gradient(o, i, !hstep_is_nonfinite(flag));
     hstep_prepare_update(&c, i, 1.0, NULL, NULL, &all->updates[i]);
-    place_plane(&all->tensors[i], &planes, s->ahead->states);
+    place_planes(&all->tensors[i], &planes, s->ahead->states);
     void *weight = c.micro ? NULL : s->ahead->weight;
     const struct hstep_origin origin = {c.micro ? NULL : s->call.weights[0], t};
     c.weights = c.micro ? NULL : &weight;

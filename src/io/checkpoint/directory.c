@@ -461,27 +461,33 @@ static struct {
     acquaintance list[ACQUAINTANCES];
 } acquaintances = {.lock = ATOMIC_FLAG_INIT};
 
-void hstep_look_up(acquaintance *a, int store)
+/* Takes the lock. Returns the place of a directory in the list, or the count if it is not there. */
+static size_t lock_and_find(const uint64_t id[2])
 {
-    acquaintance *list = acquaintances.list;
     size_t i = 0;
-    if (!a->id[0] && !a->id[1]) return;
     while (atomic_flag_test_and_set(&acquaintances.lock)) {
     }
-    while (i < acquaintances.count && memcmp(list[i].id, a->id, sizeof a->id)) i++;
-    if (!store && i < acquaintances.count) *a = list[i];
-    if (store) {
-        if (i == acquaintances.count && i < ACQUAINTANCES) acquaintances.count++;
-        else if (i == ACQUAINTANCES) i = 0; /* the oldest falls out */
-        memmove(list + i, list + i + 1, (acquaintances.count - 1 - i) * sizeof *list);
-        list[acquaintances.count - 1] = *a;
-    }
+    while (i < acquaintances.count && memcmp(acquaintances.list[i].id, id, sizeof acquaintances.list[i].id)) i++;
+    return i;
+}
+
+void hstep_remember(const acquaintance *a)
+{
+    acquaintance *list = acquaintances.list;
+    if (!a->id[0] && !a->id[1]) return;
+    size_t i = lock_and_find(a->id);
+    if (i == acquaintances.count && i < ACQUAINTANCES) acquaintances.count++;
+    else if (i == ACQUAINTANCES) i = 0; /* the oldest falls out */
+    memmove(list + i, list + i + 1, (acquaintances.count - 1 - i) * sizeof *list);
+    list[acquaintances.count - 1] = *a;
     atomic_flag_clear(&acquaintances.lock);
 }
 
 acquaintance hstep_recall(const uint64_t id[2])
 {
     acquaintance a = {{id[0], id[1]}, 0, 0};
-    hstep_look_up(&a, 0);
+    const size_t i = lock_and_find(id);
+    if (i < acquaintances.count) a = acquaintances.list[i];
+    atomic_flag_clear(&acquaintances.lock);
     return a;
 }

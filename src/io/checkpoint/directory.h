@@ -79,9 +79,8 @@ int hstep_retire_generation(const char *dir, const char *name, char **temporary,
  * checkpoint. A higher one than that is of a save that was killed. Without a sound pointer both are the same. Sets
  * *has_pointer to 0 if there is none, sound or not. */
 int hstep_find_newest(const char *dir, uint64_t *sequence, uint64_t *current, int *has_pointer, hstep_error *error);
-/* Reads into *a what is known of the directory a->id, or stores *a there. Does nothing if the system refused to say
- * which directory that is. */
-void hstep_look_up(acquaintance *a, int store);
+/* Stores what is known of a directory. Does nothing if the system refused to say which directory that is. */
+void hstep_remember(const acquaintance *a);
 /* Returns what is known of a directory. */
 acquaintance hstep_recall(const uint64_t id[2]);
 

@@ -26,7 +26,7 @@ void hstep_know_checkpoint(const halfstep_checkpoint *checkpoint, int known)
     const uint64_t sequence = checkpoint->manifest.sequence;
     if (known && sequence > now.newest) now.newest = sequence;
     if (!known && sequence == now.newest) now.newest = 0;
-    hstep_look_up(&now, 1);
+    hstep_remember(&now);
 }
 
 static int verify_file(const file_record *record, int check_contents, void *piece, size_t piece_bytes,
@@ -203,7 +203,7 @@ int halfstep_open_checkpoint(halfstep_checkpoint **checkpoint, const char *path,
     if (!code) {
         /* One that the pointer names is the newest, whatever there was before. */
         acquaintance now = hstep_recall((*checkpoint)->dir_id);
-        if (is_current) now.newest = 0, hstep_look_up(&now, 1);
+        if (is_current) now.newest = 0, hstep_remember(&now);
         hstep_know_checkpoint(*checkpoint, 1);
     }
     if (detail[0] && (code || !strncmp(detail, "note: ", 6))) io_fail(&result, code, "%s", detail);

@@ -109,7 +109,7 @@ int halfstep_begin_checkpoint(halfstep_checkpoint_save **save, const char *dir, 
     if (!code) {
         hstep_identify(dir, made->dir_id);
         /* The system may give a new directory the numbers of one that is gone. */
-        if (made->created_dir) hstep_look_up(&(acquaintance){{made->dir_id[0], made->dir_id[1]}, 0, 0}, 1);
+        if (made->created_dir) hstep_remember(&(acquaintance){{made->dir_id[0], made->dir_id[1]}, 0, 0});
         code = check_not_generation(dir, &error);
     }
     if (!code) code = remove_leftovers(made, &error);
@@ -399,7 +399,7 @@ static int commit(halfstep_checkpoint_save *save, hstep_error *error)
     if (!code && !save->options.no_sync) code = hstep_sync_directory(save->dir, error);
     if (!code) code = check_generation(save, path, error);
     if (!code) code = replace_pointer(save, name, &renamed, error);
-    if (renamed) hstep_look_up(&known, 1);
+    if (renamed) hstep_remember(&known);
     if (!code) {
         tidy(save, name, known.others);
         if (save->notes.text[0]) io_fail(error, HALFSTEP_OK, "note: the checkpoint is saved, but %s", save->notes.text);

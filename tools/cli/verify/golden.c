@@ -9,7 +9,6 @@
 #include <string.h>
 
 #include "base/patterns.h"
-#include "base/rng.h"
 #include "common/hash.h"
 
 /* ---- The list of cases ------------------------------------------------------------------------------------------- */
@@ -287,8 +286,7 @@ static int shape_of(const char *name)
 
 static uint64_t random_at(int tensor, int step, int64_t element)
 {
-    return hstep_mix(hstep_mix((uint64_t)element * UINT64_C(0x9e3779b97f4a7c15) + (uint64_t)(step + 1)) +
-                     (uint64_t)tensor);
+    return hstep_pattern_word((uint64_t)(step + 1), (uint64_t)tensor, element);
 }
 
 static float weight_at(int tensor, int64_t element)

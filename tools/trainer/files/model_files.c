@@ -1,12 +1,12 @@
 #include "trainer/files/model_files.h"
 
-#include <errno.h>
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
 
+#include "io/files.h"
 #include "io/json.h"
 #include "trainer/files/trainer_file.h"
 
@@ -106,7 +106,8 @@ static int find_others(struct model_files *files, const char *path, const char *
         return -1;
     } else if (!bad) {
         if (!exists(path)) {
-            snprintf(error, error_bytes, "cannot open %s: %s", path, strerror(errno));
+            char why[600];
+            snprintf(error, error_bytes, "cannot open %s: %s", path, hstep_reason(path, why, sizeof why));
             return -1;
         }
         snprintf(files->model, sizeof files->model, "%s", path);
