@@ -123,9 +123,9 @@ def reads_twice(contestant):
     holds any in between."""
     if not contestant.ours:
         return False
-    from halfstep import _abi
+    from halfstep._library import abi
 
-    return bool(_abi.rules[contestant.recipe.split("/")[0]].two_pass)
+    return bool(abi.rules[contestant.recipe.split("/")[0]].two_pass)
 
 
 class Clock:

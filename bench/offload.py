@@ -34,7 +34,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep
-from halfstep import _devices, offload, streaming
+from halfstep._placement import host, streams
+from halfstep._tensors import devices
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from peers_common import forget_peak, put, resident  # noqa: E402
@@ -43,7 +44,7 @@ GPU = torch.cuda.is_available()
 RECIPE = "adamw/bf16-sr/int8"
 #: of StateStreaming: of a few layers, so that there are more of them than of buffers; the plan is
 #: for the package's own size
-BUFFER, PLANNED = 8 << 20, streaming.BUFFER_BYTES
+BUFFER, PLANNED = 8 << 20, streams.BUFFER_BYTES
 #: copied to the process and back by the way that is stepping
 COPIED = [0, 0]
 
@@ -110,12 +111,12 @@ def stand_in():
             else "cuda:0"
         )
 
-    _devices.of, _devices.Side, _devices.wait = of, Side, lambda event: None
-    _devices.pinned = kept(lambda shape, dtype: torch.empty(shape, dtype=dtype))
+    devices.of, devices.Side, devices.wait = of, Side, lambda event: None
+    devices.pinned = kept(lambda shape, dtype: torch.empty(shape, dtype=dtype))
     zeros = kept(lambda shape, dtype: torch.zeros(shape, dtype=dtype))
 
-    def zeros_on(shape, dtype, device=_devices.HOST):
-        if device == _devices.HOST:
+    def zeros_on(shape, dtype, device=devices.HOST):
+        if device == devices.HOST:
             return zeros(shape, dtype)
         made = torch.zeros(shape, dtype=dtype)
         HOST.difference_update(
@@ -123,15 +124,15 @@ def stand_in():
         )  # of what was freed
         return made
 
-    _devices.zeros = zeros_on
+    devices.zeros = zeros_on
     # Steps on the "GPU" are the processor's.
-    _devices.c_name = _devices.stream = lambda device: None
-    _devices.record, _devices.capturing, _devices.is_pinned = (
+    devices.c_name = devices.stream = lambda device: None
+    devices.record, devices.capturing, devices.is_pinned = (
         lambda tensors, device: None,
         lambda device: False,
         lambda tensor: tensor.data_ptr() in HOST,
     )
-    offload._can_step_on = lambda device: False
+    host._can_step_on = lambda device: False
 
     import torchao.optim.cpu_offload as theirs
 
@@ -363,7 +364,7 @@ def overlapped(given):
         f"{n / 1e6:.1f} M parameters in BF16, {platform.machine()}, {os.cpu_count()} cores, torch"
         f" {torch.__version__}, "
         + (torch.cuda.get_device_name() if GPU else "the CPU in the place of a GPU")
-        + f", kernels of {halfstep._abi.lib.halfstep_isa().decode()}. A backward pass of"
+        + f", kernels of {halfstep._library.abi.lib.halfstep_isa().decode()}. A backward pass of"
         f" {1e3 * given.backward * step:.1f} ms. `bench/offload.py --overlap` writes this table.",
         "",
         "| way | ms after the pass | of CPUOffload's | ms in all | of CPUOffload's |",
@@ -449,7 +450,7 @@ def main():
         f"{n / 1e6:.1f} M parameters in BF16, batch {given.batch}, {platform.machine()},"
         f" {os.cpu_count()} cores, torch {torch.__version__}, "
         + (torch.cuda.get_device_name() if GPU else "the CPU in the place of a GPU")
-        + f", kernels of {halfstep._abi.lib.halfstep_isa().decode()}."
+        + f", kernels of {halfstep._library.abi.lib.halfstep_isa().decode()}."
         " `bench/offload.py` writes this table.",
         "",
         "| way | ms a step | of a plain step | bytes a parameter to the process (counted where the"

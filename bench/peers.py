@@ -228,32 +228,32 @@ class Bare:
     def __init__(self, recipe: str, subject, threads: int, device: str = "cpu"):
         import ctypes
 
-        from halfstep import _abi
+        from halfstep._library import abi
 
-        self.abi, lib = _abi, _abi.lib
+        self.abi, lib = abi, abi.lib
         handle, index = ctypes.c_void_p(), ctypes.c_int32()
-        _abi.check(
+        abi.check(
             lib.halfstep_create(
-                ctypes.byref(_abi.Options.new(threads=threads, device=device.encode())),
+                ctypes.byref(abi.Options.new(threads=threads, device=device.encode())),
                 ctypes.byref(handle),
             )
         )
         self.handle = handle
-        _abi.check(lib.halfstep_add_group(handle, recipe.encode(), ctypes.byref(index)), handle)
+        abi.check(lib.halfstep_add_group(handle, recipe.encode(), ctypes.byref(index)), handle)
         gradient = {"f32": b"f32", "bf1": b"bf16", "f16": b"f16"}[recipe.split("/")[1][:3]]
         for i, parameter in enumerate(subject.params):
             rows = parameter.shape[0]
-            tensor = _abi.Tensor.new(
+            tensor = abi.Tensor.new(
                 name=b"tensor.%d" % i,
                 ndim=parameter.ndim,
                 rows=rows,
                 row_length=parameter.numel() // rows,
                 gradient=gradient,
             )
-            _abi.check(
+            abi.check(
                 lib.halfstep_add_tensor(handle, ctypes.byref(tensor), ctypes.byref(index)), handle
             )
-        _abi.check(lib.halfstep_allocate_states(handle), handle)
+        abi.check(lib.halfstep_allocate_states(handle), handle)
         pointers = ctypes.c_void_p * len(subject.params)
         self.weights = pointers(*(parameter.data_ptr() for parameter in subject.params))
         self.gradients = pointers(*(gradient.data_ptr() for gradient in subject.gradients))

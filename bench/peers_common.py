@@ -308,20 +308,20 @@ def ours(recipe: str, scan: str = "scan", **fixed) -> Contestant:
 def every_recipe() -> List[str]:
     """Returns AdamW in every weight format with every state format that can hold both moments. The
     library leaves out formats that cannot be combined."""
-    from halfstep import _abi
+    from halfstep._library import abi
 
-    weights = [f.name for f in _abi.formats.values() if f.roles & _abi.ROLE_WEIGHT]
-    both = _abi.ROLE_SIGNED | _abi.ROLE_NONNEG
+    weights = [f.name for f in abi.formats.values() if f.roles & abi.ROLE_WEIGHT]
+    both = abi.ROLE_SIGNED | abi.ROLE_NONNEG
     # Formats made for one rule are named after it.
     states = [
-        f.name for f in _abi.formats.values() if f.roles & both == both and "lamb" not in f.name
+        f.name for f in abi.formats.values() if f.roles & both == both and "lamb" not in f.name
     ]
     states.insert(states.index("int4") if "int4" in states else len(states), "int8+int4")
     found = []
     for weight in weights:
         for state in states:
             try:
-                found.append(_abi.recipe_full(f"adamw/{weight}/{state}"))
+                found.append(abi.recipe_full(f"adamw/{weight}/{state}"))
             except ValueError:
                 continue
     return found
@@ -561,9 +561,9 @@ def versions(contestants: Iterable[Contestant]) -> Dict[str, str]:
         text = version(package)
         if package == "halfstep":
             try:
-                from halfstep import _abi
+                from halfstep._library import abi
 
-                text = _abi.version()
+                text = abi.version()
             except ImportError:
                 text = ""
         if text:

@@ -103,9 +103,9 @@ def steps_matrices(contestant: common.Contestant) -> bool:
     """Returns True for rules of ours that orthogonalize matrices."""
     if not contestant.ours:
         return False
-    from halfstep import _abi
+    from halfstep._library import abi
 
-    return "ns_steps" in _abi.rules[contestant.recipe.partition("/")[0]].hypers
+    return "ns_steps" in abi.rules[contestant.recipe.partition("/")[0]].hypers
 
 
 def normals(seed: int, *shape: int):
@@ -620,10 +620,10 @@ def averages(updates: int, only: Optional[str]) -> List[Dict]:
     ]
     try:
         import halfstep
-        from halfstep import _abi
+        from halfstep._library import abi
 
-        for name, form in _abi.formats.items():
-            if form.roles & _abi.ROLE_WEIGHT and not form.block:
+        for name, form in abi.formats.items():
+            if form.roles & abi.ROLE_WEIGHT and not form.block:
                 dtype = {"f32": torch.float32, "bf1": bf16, "f16": torch.float16}[name[:3]]
                 jobs.append(
                     (

@@ -74,7 +74,9 @@ def stub():
     """Returns the text of the stub."""
     package = sys.modules["halfstep"] = types.ModuleType("halfstep")
     package.__path__ = [PACKAGE]  # modules of the package are found, and __init__.py is not run
-    abi, signatures = map(importlib.import_module, ("halfstep._abi", "halfstep._signatures"))
+    abi, signatures = map(
+        importlib.import_module, ("halfstep._library.abi", "halfstep._library.signatures")
+    )
     kinds, defaults = common_options()
     classes = {
         rule.label: (rule, *signatures.options_of(rule, defaults))

@@ -21,7 +21,8 @@ import argparse
 
 import torch
 
-from halfstep import _abi, _calls, _handles
+from halfstep._library import abi, calls
+from halfstep._states import handles
 
 ROWS, COLUMNS, SIZE = 64, 256, 0.02
 FORMATS = ("bf16-sr", "int8-ecc4", "int8-sr")
@@ -32,29 +33,29 @@ class Stored:
     """A weight as the library stores it, beside the exact one."""
 
     def __init__(self, name, values):
-        self.handle = _handles.Handle(1, 1)
+        self.handle = handles.Handle(1, 1)
         self.handle.add(f"sgd/{name}", "w", 0, values.shape, "f32")
         self.handle.set(lr=1.0, momentum=0.0, weight_decay=0.0)
-        _abi.invoke(_abi.lib.halfstep_allocate_states, self.handle)
-        size = _handles.slot_info(self.handle, 0, _abi.SLOT_WEIGHT).code_bytes
+        abi.invoke(abi.lib.halfstep_allocate_states, self.handle)
+        size = handles.slot_info(self.handle, 0, abi.SLOT_WEIGHT).code_bytes
         self.stored = torch.zeros(size, dtype=torch.uint8)
         self.place = self.stored.data_ptr()
-        _handles.write_rows(self.handle, 0, _abi.SLOT_WEIGHT, self.place, values, values.shape)
+        handles.write_rows(self.handle, 0, abi.SLOT_WEIGHT, self.place, values, values.shape)
         self.exact = self.value().double()
 
     def value(self):
-        return _handles.read_rows(
-            _abi.lib.halfstep_read_slot,
+        return handles.read_rows(
+            abi.lib.halfstep_read_slot,
             self.handle,
             0,
             (ROWS, COLUMNS),
-            _abi.SLOT_WEIGHT,
+            abi.SLOT_WEIGHT,
             self.place,
         )
 
     def step(self, update):
-        weights, gradients = ((_abi.c_void_p * 1)(p) for p in (self.place, update.data_ptr()))
-        _abi.check(_calls.run(self.handle, _calls.all_tensors(weights, gradients)), self.handle)
+        weights, gradients = ((abi.c_void_p * 1)(p) for p in (self.place, update.data_ptr()))
+        abi.check(calls.run(self.handle, calls.all_tensors(weights, gradients)), self.handle)
         self.exact -= update.double()
 
     def wander(self, where=...):

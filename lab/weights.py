@@ -38,7 +38,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from halfstep import _abi, _calls, _handles
+from halfstep._library import abi, calls
+from halfstep._states import handles
 
 WIDTH, LAYERS, HEADS, HIDDEN, CONTEXT, BYTES = 128, 3, 4, 384, 128, 256
 MATRICES = [(3 * WIDTH, WIDTH), (WIDTH, WIDTH), (HIDDEN, WIDTH), (WIDTH, HIDDEN)] * LAYERS
@@ -123,24 +124,24 @@ class Trained:
         _, weights, states = recipe.split("/")
         plain = weights == "f32"
         beside = f"adamw/{'f32' if plain else 'bf16-sr'}/{'f32' if states == 'f32' else 'int8'}"
-        self.handle = _handles.Handle(1, seed)
+        self.handle = handles.Handle(1, seed)
         self.leaves = [v.clone().requires_grad_(True) for v in values]
         for i, v in enumerate(values):
             v.grad = None
             recipe_of = recipe if i < len(MATRICES) else beside
             self.handle.add(recipe_of, f"w{i}", 0, v.shape, "f32")
         self.handle.set(beta1=0.9, beta2=0.99, weight_decay=0.1, clip_norm=1.0)
-        _abi.invoke(_abi.lib.halfstep_allocate_states, self.handle)
+        abi.invoke(abi.lib.halfstep_allocate_states, self.handle)
         self.slots = [
-            _handles.slot_info(self.handle, i, _abi.SLOT_WEIGHT) for i in range(len(values))
+            handles.slot_info(self.handle, i, abi.SLOT_WEIGHT) for i in range(len(values))
         ]
         self.stored = [torch.zeros(s.code_bytes, dtype=torch.uint8) for s in self.slots]
         for i, v in enumerate(values):
             address = self.stored[i].data_ptr()
-            _handles.write_rows(self.handle, i, _abi.SLOT_WEIGHT, address, v, v.shape)
-        kinds = [list(_abi.formats.values())[s.format].name for s in self.slots]
+            handles.write_rows(self.handle, i, abi.SLOT_WEIGHT, address, v, v.shape)
+        kinds = [list(abi.formats.values())[s.format].name for s in self.slots]
         self.packed = [i for i, kind in enumerate(kinds) if kind.startswith("int8")]
-        self.weights = (_abi.c_void_p * len(values))(*(s.data_ptr() for s in self.stored))
+        self.weights = (abi.c_void_p * len(values))(*(s.data_ptr() for s in self.stored))
         self.changed = 0.0
         self.load()
 
@@ -163,10 +164,8 @@ class Trained:
     def step(self, rate):
         before = self.scales()
         self.handle.set(lr=rate)
-        gradients = (_abi.c_void_p * len(self.leaves))(*(p.grad.data_ptr() for p in self.leaves))
-        _abi.check(
-            _calls.run(self.handle, _calls.all_tensors(self.weights, gradients)), self.handle
-        )
+        gradients = (abi.c_void_p * len(self.leaves))(*(p.grad.data_ptr() for p in self.leaves))
+        abi.check(calls.run(self.handle, calls.all_tensors(self.weights, gradients)), self.handle)
         for leaf in self.leaves:
             leaf.grad = None
         self.load()
@@ -178,12 +177,12 @@ class Trained:
         """Returns all elements of the matrices, with error codes."""
         return torch.cat(
             [
-                _handles.read_rows(
-                    _abi.lib.halfstep_read_slot,
+                handles.read_rows(
+                    abi.lib.halfstep_read_slot,
                     self.handle,
                     i,
                     shape,
-                    _abi.SLOT_WEIGHT,
+                    abi.SLOT_WEIGHT,
                     self.stored[i].data_ptr(),
                 ).flatten()
                 for i, shape in enumerate(MATRICES)

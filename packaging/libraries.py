@@ -77,7 +77,9 @@ def names(name, binary):
     """Checks that what Python binds is exported, and no more than the headers declare."""
     found = exports(binary)
     io = "halfstep_io" in name
-    module, variable = ("_store.py", "_SIGNATURES") if io else ("_abi.py", "signatures")
+    module, variable = (
+        ("_states/store.py", "_SIGNATURES") if io else ("_library/abi.py", "signatures")
+    )
     lacking = bound(module, variable) - found
     if lacking:
         yield f"{name} does not export {', '.join(sorted(lacking))}, which {module} binds"

@@ -171,7 +171,7 @@ class Wheel:
         """Loads the libraries as Python does, without the folder of `start`. Returns what they say
         of themselves."""
         # check.py holds the wheel's modules to those of this tree.
-        bound = sorted(libraries.bound("_abi.py", "signatures"))
+        bound = sorted(libraries.bound("_library/abi.py", "signatures"))
         of_io = sorted(libraries.declared("libhalfstep_io"))
         program = self.compile(SOURCE / "packaging/load.c", "load", self.dynamic)
         if self.prefix is None:

@@ -43,9 +43,10 @@ def hypers(rules):
 def files():
     """The text of each file, by path."""
     sys.path.append(os.path.join(ROOT, "tests"))
-    import abi
+    import abi as declared
 
-    from halfstep import __main__, _abi, rules
+    from halfstep import __main__, rules
+    from halfstep._library import abi
 
     main = os.path.join("python", "halfstep", "__main__.py")
     with open(os.path.join(ROOT, main), encoding="utf-8") as file:
@@ -54,14 +55,14 @@ def files():
         )
     return {
         main: verify,
-        os.path.join("tests", "golden", "abi.txt"): abi.text(),
+        os.path.join("tests", "golden", "abi.txt"): declared.text(),
         os.path.join("docs", "choosing.md"): between(
             os.path.join("docs", "choosing.md"),
             "rules",
-            " ".join(f"`{name}`" for name in _abi.rules),
+            " ".join(f"`{name}`" for name in abi.rules),
         ),
         os.path.join("docs", "c.md"): between(
-            os.path.join("docs", "c.md"), "hypers", hypers(_abi.rules)
+            os.path.join("docs", "c.md"), "hypers", hypers(abi.rules)
         ),
         os.path.join("docs", "python.md"): between(
             os.path.join("docs", "python.md"),

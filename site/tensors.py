@@ -12,11 +12,11 @@ LARGEST = 3.4028234663852886e38  # of fp32
 
 
 def abi(root):
-    """Returns the module python/halfstep/_abi.py: that of the imported package, or else one made
+    """Returns python/halfstep/_library/abi.py: the module of the imported package, or else one made
     without torch."""
-    name = "halfstep._abi"
+    name = "halfstep._library.abi"
     if name not in sys.modules:
-        path = root / "python" / "halfstep" / "_abi.py"
+        path = root / "python" / "halfstep" / "_library" / "abi.py"
         spec = importlib.util.spec_from_file_location(name, path)
         sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[name])

@@ -23,7 +23,7 @@ DEFECTS = (
     [
         (
             f"{ONE_LAYER}[{how}]",
-            "_packed_views.py",
+            "_weights8/views.py",
             "    dtype = dtype or weight.dtype\n",
             "    dtype = dtype or weight.dtype\n"
             "    kept = globals().setdefault('_kept', {})\n"
@@ -36,7 +36,7 @@ DEFECTS = (
     + [
         (
             f"{ONE_LAYER}[{how}]",
-            "_packed_views.py",
+            "_weights8/views.py",
             "    dtype = dtype or weight.dtype\n",
             "    dtype = dtype or weight.dtype\n"
             "    wide = torch.empty(weight.shape, dtype=torch.float64)  # noqa: F841\n",
@@ -47,7 +47,7 @@ DEFECTS = (
     + [
         (
             "test_int8_weight.py::test_memory_is_that_of_the_bytes",
-            "_int8_memory.py",
+            "_weights8/memory.py",
             "    func(weight._stored)\n    return weight\n",
             "    return weight\n",
             "share_memory() does not reach the bytes of a weight",

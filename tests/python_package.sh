@@ -125,7 +125,7 @@ fi
 pip install --quiet --force-reinstall "${target[@]}" "$wheel" \
     >"$scratch/log" 2>&1 || { cat "$scratch/log"; fail "the wheel cannot be installed"; }
 # -I: Python ignores its environment variables and the working folder.
-library=$(cd "$scratch" && "$python" -I -c 'import sys; sys.path[:0] = sys.argv[1:]; import halfstep, halfstep._abi as abi; print(abi.version(), abi.path)' \
+library=$(cd "$scratch" && "$python" -I -c 'import sys; sys.path[:0] = sys.argv[1:]; import halfstep, halfstep._library.abi as abi; print(abi.version(), abi.path)' \
     "${target[@]:1}") || fail "import halfstep"
 case "$library" in
 "$version $folder/"*halfstep/libhalfstep.so) library=${library#* } ;;

@@ -8,9 +8,9 @@ The classes are ordinary `torch.optim.Optimizer`s over the C library inside this
 docs/python.md is the manual.
 """
 
-from . import _abi
 from . import nn as nn
-from ._abi import HalfstepError
+from ._library import abi
+from ._library.abi import HalfstepError
 from .accumulate import GradientAccumulator
 from .ema import EMA
 from .full_precision import full_precision_state_dict
@@ -21,7 +21,7 @@ from .rules import classes as _classes
 from .rules import optimizer
 from .streaming import StateStreaming
 
-__version__ = _abi.version()
+__version__ = abi.version()
 
 globals().update(_classes)
 #: torch's spelling

@@ -11,8 +11,9 @@ import sys
 
 import torch
 
-from . import __version__, _abi
-from ._abi import lib
+from . import __version__
+from ._library import abi
+from ._library.abi import lib
 from .plan import plan
 from .rules import classes
 
@@ -28,17 +29,17 @@ PROGRAM = (
 
 
 def info(given):
-    device = _abi.DeviceInfo.new()
+    device = abi.DeviceInfo.new()
     lib.halfstep_get_device_info(b"cuda", device)
     found = {
         "version": __version__,
-        "library": _abi.path,
+        "library": abi.path,
         "torch": torch.__version__,
         "instruction_set": lib.halfstep_isa().decode(),
         "gpu": device.name.decode() if device.usable else None,
         "device_code": device.code.decode() or None,
-        "rules": list(_abi.rules),
-        "formats": list(_abi.formats),
+        "rules": list(abi.rules),
+        "formats": list(abi.formats),
         "classes": sorted(classes),
     }
     if given.json:
@@ -172,7 +173,7 @@ def verify(given):
         for i in range(lib.halfstep_isa_count()):
             if lib.halfstep_isa_available(i):
                 name = lib.halfstep_isa_name(i)
-                _abi.check(lib.halfstep_set_isa(name))
+                abi.check(lib.halfstep_set_isa(name))
                 found = run()
                 failed += found != EXPECTED
                 print(

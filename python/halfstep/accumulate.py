@@ -6,10 +6,12 @@ from functools import partial
 
 import torch
 
-from . import _abi, _calls, _devices, _names, _sharding
-from ._abi import invoke, lib
-from ._handles import Handle, check_seed, seed_of
-from ._parameters import (
+from ._library import abi, calls
+from ._library.abi import invoke, lib
+from ._settings import naming
+from ._states.handles import Handle, check_seed, seed_of
+from ._tensors import devices, sharding
+from ._tensors.parameters import (
     PLAIN,
     check_gradient,
     check_parameter,
@@ -18,7 +20,7 @@ from ._parameters import (
     stored_dtype,
     take_over,
 )
-from ._sharding import local, stored
+from ._tensors.sharding import local, stored
 
 #: formats that halfstep_accumulate() can add into
 FORMATS = ("f32", "bf16", "bf16-sr", "f16")
@@ -76,7 +78,7 @@ def complain(names):
     """Raises RuntimeError if `names`, the parameters that no gradient came for, is not empty."""
     if names:
         raise RuntimeError(
-            f"halfstep: no gradient was accumulated for {_names.some(names, 4)};"
+            f"halfstep: no gradient was accumulated for {naming.some(names, 4)};"
             ' missing="skip" leaves such parameters without one'
         )
 
@@ -128,7 +130,7 @@ class GradientAccumulator:
                 f"halfstep: unknown format {format!r} to accumulate gradients in; known:"
                 f" {', '.join(FORMATS)}"
             )
-        _abi.check_choice("missing", missing)
+        abi.check_choice("missing", missing)
         if dtype is not None and dtype not in PLAIN:
             raise ValueError(
                 f"halfstep: gradients cannot be handed back as"
@@ -144,7 +146,7 @@ class GradientAccumulator:
     def _setup(self, members, format, seed, missing, dtype):
         for name, p in members:
             check_parameter(p, name)
-            _devices.check(stored(p), name)
+            devices.check(stored(p), name)
             if dtype is not None and dtype != p.dtype and not hasattr(p, "grad_dtype"):
                 raise ValueError(
                     f"halfstep: this torch cannot give {name!r}, which is {p.dtype}, a gradient of"
@@ -159,8 +161,8 @@ class GradientAccumulator:
         self._buffers = [None] * len(members)
         self._hooks = [None] * len(members)
         _alive.add(self)
-        self._devices = [_devices.of(stored(p)) for _, p in members]
-        self._generator = _abi.choices("generator")[0]
+        self._devices = [devices.of(stored(p)) for _, p in members]
+        self._generator = abi.choices("generator")[0]
         threads = torch.get_num_threads()
         self._handles = {
             device: Handle(threads, seed, device) for device in dict.fromkeys(self._devices)
@@ -170,7 +172,7 @@ class GradientAccumulator:
         self._places = []
         for (name, p), device in zip(members, self._devices):
             handle, shape = self._handles[device], tuple(local(p).shape)
-            part = _sharding.part_of(p, name)
+            part = sharding.part_of(p, name)
             self._places.append((handle, handle.add("sgd/f32", name, 0, shape, "f32", part)))
 
     def __repr__(self):
@@ -230,16 +232,16 @@ class GradientAccumulator:
         if grad is None:
             return
         name = self._names[i]
-        grad = local(_sharding.gradient_of(p, grad, name))
+        grad = local(sharding.gradient_of(p, grad, name))
         if grad.shape != self._shapes[i]:
             raise ValueError(
                 f"halfstep: the gradient of {name!r} has shape {tuple(grad.shape)}; it was "
                 f"{tuple(self._shapes[i])} when the accumulator was made; make a new one"
             )
         gradient_format, device = check_gradient(p, grad, name), self._devices[i]
-        if _devices.of(grad) != device:
+        if devices.of(grad) != device:
             raise ValueError(
-                f"halfstep: {name!r} is on {_devices.of(grad)}; it was on {device} when the"
+                f"halfstep: {name!r} is on {devices.of(grad)}; it was on {device} when the"
                 " accumulator was made; make a new one"
             )
         buffer = self._buffers[i]
@@ -251,11 +253,11 @@ class GradientAccumulator:
                 grad.is_contiguous()
                 and grad.untyped_storage().nbytes() == grad.numel() * grad.element_size()
             )
-            self._buffers[i] = grad if alone else _devices.clone(grad)
+            self._buffers[i] = grad if alone else devices.clone(grad)
             p.grad = None
             return
         if buffer is None:
-            buffer = _devices.zeros(self._shapes[i], self._buffer_dtype, device)
+            buffer = devices.zeros(self._shapes[i], self._buffer_dtype, device)
         if grad.numel():
             handle, index = self._places[i]
             handle.work(torch.get_num_threads())
@@ -269,8 +271,8 @@ class GradientAccumulator:
                 gradient_format.encode(),
                 1.0,
             )
-            if _devices.is_asynchronous(device) and not _devices.capturing(device):
-                _devices.record([grad], device)
+            if devices.is_asynchronous(device) and not devices.capturing(device):
+                devices.record([grad], device)
         self._buffers[i] = buffer
         p.grad = None
 
@@ -288,7 +290,7 @@ class GradientAccumulator:
         `missing` is that of the constructor, for this call. If it raises, nothing has changed.
         """
         missing = self.missing if missing is None else missing
-        _abi.check_choice("missing", missing)
+        abi.check_choice("missing", missing)
         everything = range(len(self._names))
         if missing == "error":
             complain(self._without(everything))
@@ -317,7 +319,7 @@ class GradientAccumulator:
             dtype = self._returned_dtype(p)
             if dtype != p.dtype and getattr(p, "grad_dtype", dtype) not in (None, dtype):
                 p.grad_dtype = None  # any: the hook must see float32 gradients as they are
-            p.grad = _sharding.like(p, buffer.to(dtype))
+            p.grad = sharding.like(p, buffer.to(dtype))
 
     def clear(self):
         """Forgets the sums. zero_grad() of halfstep's optimizers does the same. For optimizers of
@@ -334,7 +336,7 @@ class GradientAccumulator:
         return [int(handle.counters(index).writes) for handle, index in self._places]
 
     def _set_generator(self, name):
-        _abi.check_choice("generator", name, " of the saved sums")
+        abi.check_choice("generator", name, " of the saved sums")
         for handle in self._handles.values():
             handle.set(generator=name)
         self._generator = name
@@ -365,12 +367,12 @@ class GradientAccumulator:
                 f" made for {self.format!r}"
             )
         buffers, known = list(self._buffers), {**state_dict["writes"], **state_dict["buffers"]}
-        named = _names.partly(list(known), self._names)
+        named = naming.partly(list(known), self._names)
         lost = [name for name in state_dict["buffers"] if name not in named.values()]
         if lost:
             raise ValueError(
-                f"halfstep: the saved sums of {_names.some(lost)} belong to no parameter here; here"
-                f" are {_names.some(self._names)}: make the accumulator with the parameters that"
+                f"halfstep: the saved sums of {naming.some(lost)} belong to no parameter here; here"
+                f" are {naming.some(self._names)}: make the accumulator with the parameters that"
                 " were saved"
             )
         for i, name in enumerate(self._names):
@@ -382,20 +384,20 @@ class GradientAccumulator:
                         f" {tuple(saved.shape)}; {self._buffer_dtype} of shape"
                         f" {tuple(self._shapes[i])} is needed"
                     )
-                buffers[i] = _devices.place(_devices.clone(saved), self._devices[i])
+                buffers[i] = devices.place(devices.clone(saved), self._devices[i])
             else:
                 buffers[i] = None
         seed = state_dict["seed"]
         check_seed(seed, " of these sums")
         for name, writes in state_dict["writes"].items():
-            if not _abi.is_count(writes):
+            if not abi.is_count(writes):
                 raise ValueError(
                     f"halfstep: the saved writes of {name!r} are {writes!r}; they must be a whole"
                     " number from 0 to 2**63 - 1"
                 )
         self._set_generator(state_dict.get("generator"))
         for handle in self._handles.values():
-            _calls.change(handle, _abi.RECORD_OPTIMIZER, seed=seed & (2**64 - 1))
+            calls.change(handle, abi.RECORD_OPTIMIZER, seed=seed & (2**64 - 1))
         self.seed = seed
         self._set_writes(
             [

@@ -14,11 +14,14 @@ from typing import Any, Optional
 
 import torch
 
-from . import _abi, _calls, _devices, _layout, _sharding
-from ._abi import SLOT_GRADIENT, SLOT_WEIGHT, check, invoke, lib
-from ._convert import Codec
-from ._handles import Handle, seed_of
-from ._parameters import (
+from ._library import abi, calls
+from ._library.abi import SLOT_GRADIENT, SLOT_WEIGHT, check, invoke, lib
+from ._states import layout
+from ._states.convert import Codec
+from ._states.handles import Handle, seed_of
+from ._states.watch import Watch, clear_rows, version
+from ._tensors import devices, sharding
+from ._tensors.parameters import (
     DTYPES,
     PLAIN,
     check_parameter,
@@ -28,8 +31,7 @@ from ._parameters import (
     stored_dtype,
     weight_format,
 )
-from ._torch import increment_versions, no_dynamo, warn
-from ._watch import Watch, clear_rows, version
+from ._tensors.torch_private import increment_versions, no_dynamo, warn
 from .optimizer import several
 
 __all__ = ["EMA"]
@@ -37,8 +39,8 @@ __all__ = ["EMA"]
 #: dtypes of a weight and of the residual or error code beside it -> their format
 _WITH_EXTRA = {
     (DTYPES[f.code_dtype], DTYPES[f.extra_dtype]): f.name
-    for f in _abi.formats.values()
-    if f.roles & _abi.ROLE_WEIGHT and f.extra_bits
+    for f in abi.formats.values()
+    if f.roles & abi.ROLE_WEIGHT and f.extra_bits
 }
 #: advice for a sharded model
 _WHOLE = (
@@ -55,13 +57,13 @@ _DECODED = (
 def _extra_dtype(fmt):
     """Returns the dtype of the residual or error code that a format keeps beside each weight, or
     None."""
-    info = _abi.formats[fmt]
+    info = abi.formats[fmt]
     return DTYPES[info.extra_dtype] if info.extra_bits else None
 
 
 def _in_order(tensor, device):
     """Returns the tensor itself if it is on the device in memory order, else such a copy."""
-    return _devices.place(dense(tensor), device)
+    return devices.place(dense(tensor), device)
 
 
 class _Handle:
@@ -95,7 +97,7 @@ class _Handle:
 
     def bind(self, index, slot, tensor):
         """Gives the library the address of residuals or error codes if it has changed."""
-        address = _sharding.address(tensor)
+        address = sharding.address(tensor)
         if self.bound.get((index, slot)) != address:
             invoke(lib.halfstep_bind_slot, self.handle, index, slot, None, address)
             self.bound[index, slot] = address
@@ -117,7 +119,7 @@ def _codec(fmt, weight, extra):
 
 def _decode(fmt, weight, extra):
     """Returns an average in fp32, with its residual or error code."""
-    weight, extra = _devices.to_cpu(weight), None if extra is None else _devices.to_cpu(extra)
+    weight, extra = devices.to_cpu(weight), None if extra is None else devices.to_cpu(extra)
     if weight.numel() == 0:
         return weight.float()
     return _codec(fmt, weight, extra).read(SLOT_WEIGHT, weight.data_ptr())
@@ -127,7 +129,7 @@ def _encode(fmt, values):
     """Returns fp32 values as (weight, residual or error code or None), rounded to nearest."""
     weight = torch.empty(values.shape, dtype=stored_dtype(fmt), device="cpu")
     dtype = _extra_dtype(fmt)
-    extra = None if dtype is None else _devices.zeros(values.shape, dtype)
+    extra = None if dtype is None else devices.zeros(values.shape, dtype)
     if values.numel():
         _codec(fmt, weight, extra).write(SLOT_WEIGHT, values, weight.data_ptr())
     return weight, extra
@@ -158,7 +160,7 @@ def _trains(p):
 
 
 def _can_be_averaged(tensor):
-    if _sharding.is_packed(tensor):
+    if sharding.is_packed(tensor):
         return False
     try:
         check_parameter(tensor, "")
@@ -255,20 +257,20 @@ class EMA(torch.nn.Module):
         super().__init__()
         stores = [
             f.name
-            for f in _abi.formats.values()
-            if f.roles & _abi.ROLE_WEIGHT and not is_packed_format(f.name)
+            for f in abi.formats.values()
+            if f.roles & abi.ROLE_WEIGHT and not is_packed_format(f.name)
         ]
         if weights not in stores:
             raise ValueError(f"halfstep: unknown weights={weights!r}; known: {', '.join(stores)}")
-        generator = _abi.choices("generator")[0] if generator is None else generator
-        _abi.check_choice("generator", generator)
+        generator = abi.choices("generator")[0] if generator is None else generator
+        abi.check_choice("generator", generator)
         self.decay, self.debias, self.use_buffers = decay, debias, use_buffers
         self.scan, self.threads = scan, threads
         self._check_options()
         self._handle = _Handle()
         self._warned = False
-        _sharding.refuse(model.parameters(), "an EMA", _WHOLE)
-        _sharding.refuse_packed(filter(_trains, model.parameters()), "EMA", _DECODED)
+        sharding.refuse(model.parameters(), "an EMA", _WHOLE)
+        sharding.refuse_packed(filter(_trains, model.parameters()), "EMA", _DECODED)
         self.module = deepcopy(model)
         if device is not None:
             self.module = self.module.to(device)
@@ -293,17 +295,17 @@ class EMA(torch.nn.Module):
             check_parameter(tensor, name)
             fmt = weight_format(weights, tensor.dtype, name)
             names.append(name)
-            formats.append(_abi.formats[fmt].id)
+            formats.append(abi.formats[fmt].id)
             if _extra_dtype(fmt) is not None:
                 _plant(
                     self.extra,
                     name,
-                    _devices.zeros(tensor.shape, _extra_dtype(fmt), tensor.device),
+                    devices.zeros(tensor.shape, _extra_dtype(fmt), tensor.device),
                 )
         # These are not the optimizer's ids, because an average must not round as the weight that it
         # follows does, or as another average of it.
-        ids = [_layout.signed(_abi.name_id(f"ema {decay!r} {name}")) for name in names]
-        random = [_layout.signed(seed_of(seed)), _layout.signed(_abi.name_id(generator))]
+        ids = [layout.signed(abi.name_id(f"ema {decay!r} {name}")) for name in names]
+        random = [layout.signed(seed_of(seed)), layout.signed(abi.name_id(generator))]
         numbers = {"formats": formats, "ids": ids, "random": random, "counters": [0, 0]}
         for name, values in numbers.items():
             self.register_buffer(name, torch.tensor(values, dtype=torch.long, device="cpu"))
@@ -317,7 +319,7 @@ class EMA(torch.nn.Module):
             raise ValueError(
                 f"Invalid decay value {self.decay} provided. Please provide a value in [0,1] range."
             )
-        _abi.check_flags(use_buffers=self.use_buffers, debias=self.debias)
+        abi.check_flags(use_buffers=self.use_buffers, debias=self.debias)
         # "per-tensor" is not allowed, because an average of only some tensors of a model is
         # useless.
         if self.scan not in ("scan", "known-finite"):
@@ -351,12 +353,12 @@ class EMA(torch.nn.Module):
 
     def _generator(self):
         wanted = int(self.random[1])
-        for name in _abi.choices("generator"):
-            if _layout.signed(_abi.name_id(name)) == wanted:
+        for name in abi.choices("generator"):
+            if layout.signed(abi.name_id(name)) == wanted:
                 return name
         raise ValueError(
             "halfstep: unknown generator of random bits in a saved EMA; known:"
-            f" {', '.join(_abi.choices('generator'))}"
+            f" {', '.join(abi.choices('generator'))}"
         )
 
     def _members(self):
@@ -369,7 +371,7 @@ class EMA(torch.nn.Module):
                 f" {len(averages)}; make a new EMA"
             )
         return [
-            (name, identity, _layout.FORMATS[number], tensor)
+            (name, identity, layout.FORMATS[number], tensor)
             for (name, tensor), identity, number in zip(averages, ids, formats)
         ]
 
@@ -381,10 +383,10 @@ class EMA(torch.nn.Module):
                 f"halfstep: the average of {name!r} was made as {dtype} and is {tensor.dtype} now;"
                 " an EMA cannot be cast, make a new one"
             )
-        _devices.check(tensor, name)
-        if _devices.of(tensor) != device:
+        devices.check(tensor, name)
+        if devices.of(tensor) != device:
             raise ValueError(
-                f"halfstep: the average of {name!r} is on {_devices.of(tensor)}, others are on"
+                f"halfstep: the average of {name!r} is on {devices.of(tensor)}, others are on"
                 f" {device}; an EMA keeps all of its averages on one device: make one EMA for each"
                 " part of such a model"
             )
@@ -394,14 +396,14 @@ class EMA(torch.nn.Module):
         """Returns what an average follows: the tensor in memory order, its format, and its residual
         or error code or None."""
         if not is_ordinary(tensor):
-            _sharding.refuse_packed((tensor,), "EMA", _DECODED)
+            sharding.refuse_packed((tensor,), "EMA", _DECODED)
             check_parameter(tensor, name)
-        _devices.check_memory(tensor, f"the weight {name!r}")
+        devices.check_memory(tensor, f"the weight {name!r}")
         _check_shapes(repr(name), tensor, average)
         found = (states.get(tensor) for states in states_of_optimizers)
         extra = next(filter(None, found), {}).get("weight.extra")
-        _sharding.refuse((tensor,), "an EMA", _WHOLE)
-        plain = _in_order(tensor, _devices.of(average))
+        sharding.refuse((tensor,), "an EMA", _WHOLE)
+        plain = _in_order(tensor, devices.of(average))
         if extra is None:
             return plain, PLAIN[tensor.dtype], None
         fmt = _WITH_EXTRA.get((tensor.dtype, extra.dtype))
@@ -410,7 +412,7 @@ class EMA(torch.nn.Module):
                 f"halfstep: the optimizer keeps {extra.dtype} of shape {tuple(extra.shape)} beside"
                 f" {name!r}, which is {tensor.dtype} of shape {tuple(tensor.shape)}"
             )
-        return plain, fmt, _in_order(extra, _devices.of(average))
+        return plain, fmt, _in_order(extra, devices.of(average))
 
     # ---- Updates ---------------------------------------------------------------------------------
 
@@ -443,7 +445,7 @@ class EMA(torch.nn.Module):
         states = [one._parts.groups.state for one in optimizers]
         lives = []
         for (name, _, fmt, average), tensor in zip(members, followed):
-            self._check_average(name, fmt, average, _devices.of(members[0][3]))
+            self._check_average(name, fmt, average, devices.of(members[0][3]))
             lives.append(self._live(name, tensor, average, states))
         others = self._other_buffers(model)
         for (name, _, _, _), (_, _, extra) in zip(members, lives) if self.scan == "scan" else ():
@@ -462,20 +464,20 @@ class EMA(torch.nn.Module):
                 return
         back = []
         for index, ((name, _, fmt, average), (live, _, extra)) in enumerate(zip(members, lives)):
-            if not _devices.is_plain(average):
-                back.append((average, _devices.contiguous(average)))
+            if not devices.is_plain(average):
+                back.append((average, devices.contiguous(average)))
                 average = back[-1][1]
-            held.weights[index] = _sharding.address(average)
-            held.gradients[index] = _sharding.address(live)
+            held.weights[index] = sharding.address(average)
+            held.gradients[index] = sharding.address(live)
             if extra is not None:
                 held.bind(index, SLOT_GRADIENT, extra)
             if _extra_dtype(fmt) is not None:
                 held.bind(index, SLOT_WEIGHT, _find(self.extra, name))
         code = lib.halfstep_step(handle, held.weights, held.gradients)
-        if code == _abi.OK and _devices.is_asynchronous(handle.device):
+        if code == abi.OK and devices.is_asynchronous(handle.device):
             code = lib.halfstep_synchronize(handle)  # the counters need the verdict
-        if code == _abi.NONFINITE:
-            self._refuse(_calls.nonfinite_tensor(handle)[0])
+        if code == abi.NONFINITE:
+            self._refuse(calls.nonfinite_tensor(handle)[0])
             return
         check(code, handle)
         for average, copy in back:
@@ -519,7 +521,7 @@ class EMA(torch.nn.Module):
         """Returns the C handle for these averages and for the formats of the weights that they
         follow. Gives it everything that may have changed."""
         held = self._handle
-        device = _devices.of(members[0][3]) if members else torch.device("cpu")
+        device = devices.of(members[0][3]) if members else torch.device("cpu")
         members = [
             (name, identity, fmt, tuple(tensor.shape)) for name, identity, fmt, tensor in members
         ]
@@ -651,7 +653,7 @@ class EMA(torch.nn.Module):
         self._notice()
         found = {}
         for name, _, fmt, average in self._members():
-            self._check_average(name, fmt, average, _devices.of(average))
+            self._check_average(name, fmt, average, devices.of(average))
             found[id(average)] = _decode(fmt, average, _find(self.extra, name))
         out = {}
         for key, value in self.module.state_dict(keep_vars=True).items():
@@ -690,7 +692,7 @@ class EMA(torch.nn.Module):
             value, extra = state_dict.get(key), state_dict.get(extra_key)
             if not isinstance(value, torch.Tensor) or value.shape != average.shape:
                 continue
-            own, have = _layout.FORMATS[own], _layout.FORMATS.get(number) or PLAIN.get(value.dtype)
+            own, have = layout.FORMATS[own], layout.FORMATS.get(number) or PLAIN.get(value.dtype)
             if have is None or stored_dtype(have) != value.dtype:
                 value, have, extra = value.float(), "f32", None
             if _extra_dtype(have) is None:
@@ -719,5 +721,5 @@ class EMA(torch.nn.Module):
             warn(f"averages were saved as {pairs}")
 
     def extra_repr(self):
-        formats = {_layout.FORMATS[i] for i in self.formats.tolist()}
+        formats = {layout.FORMATS[i] for i in self.formats.tolist()}
         return f"decay={self.decay}, formats={'+'.join(sorted(formats)) or 'none'}"

@@ -5,7 +5,7 @@ from typing import Iterable, Union
 
 import torch
 
-from ._sharding import decoded
+from ._tensors.sharding import decoded
 from .optimizer import Optimizer, several
 
 __all__ = ["full_precision_state_dict"]

@@ -13,12 +13,12 @@ from typing import Any, Callable, Dict, Mapping, Optional, Tuple
 
 import torch
 
-from . import _savers
-from ._int8_weight import Int8Weight
-from ._packed import BLOCK, check_format, pack, unpack
-from ._parameters import PLAIN
-from ._sharding import is_dtensor, is_packed
-from ._torch import follow
+from ._tensors.parameters import PLAIN
+from ._tensors.sharding import is_dtensor, is_packed
+from ._tensors.torch_private import follow
+from ._weights8 import savers
+from ._weights8.blocks import BLOCK, check_format, pack, unpack
+from ._weights8.int8_weight import Int8Weight
 
 __all__ = ["Int8Weight", "pack", "packed_state_dict", "quantize_", "unpack", "unpacked_state_dict"]
 
@@ -68,7 +68,7 @@ def quantize_(
         for module in modules:
             module.weight = made
         del weight
-    _savers.prepare()
+    savers.prepare()
     return model
 
 
@@ -183,7 +183,7 @@ def packed_state_dict(model: torch.nn.Module) -> Tuple[Dict[str, torch.Tensor], 
     """
     tensors, packed = {}, {}
     for name, value in model.state_dict().items():
-        _savers.refuse_shards(name, value)
+        savers.refuse_shards(name, value)
         if isinstance(value, Int8Weight):
             packed[name] = {"format": value.format, "columns": value.row_length}
             value = value.packed

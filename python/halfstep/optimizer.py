@@ -1,5 +1,5 @@
 """`Optimizer`, the base of all classes of this package. rules.py makes the classes, and the objects
-of _parts.py do the work.
+of _step/parts.py do the work.
 
 This file is longer than 500 lines because half of it is the manual of one class.
 """
@@ -10,14 +10,17 @@ from typing import Any, Dict, Iterable, List, Optional, Tuple, Union
 
 import torch
 
-from . import _abi, _checkpoints, _files, _layout, _matrices, _sharding, _state, accumulate
-from ._handles import Handle, seed_of
-from ._options import Options, bytes_of, keep_plain
-from ._parameters import check_parameter, format_of
-from ._parts import Parts
-from ._placement import Placement
-from ._release import check_release
-from ._torch import VERSION, is_compiling, no_dynamo, unwrapped, warn_once
+from . import accumulate
+from ._library import abi
+from ._placement.memory import Placement
+from ._settings.options import Options, bytes_of, keep_plain
+from ._states import checkpoints, checks, files, layout
+from ._states.handles import Handle, seed_of
+from ._step.parts import Parts
+from ._step.release import check_release
+from ._tensors import matrices, sharding
+from ._tensors.parameters import check_parameter, format_of
+from ._tensors.torch_private import VERSION, is_compiling, no_dynamo, unwrapped, warn_once
 
 #: what optimizers take
 Params = Union[Iterable[torch.Tensor], Iterable[Dict[str, Any]], Iterable[Tuple[str, torch.Tensor]]]
@@ -102,7 +105,7 @@ class Kept:
     def __set__(self, optimizer, value):
         if not hasattr(optimizer, "_parts"):  # at the beginning of its constructor
             optimizer._make_parts()
-        setattr(optimizer._parts.options, self.name, _abi.plainly(value))
+        setattr(optimizer._parts.options, self.name, abi.plainly(value))
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -238,7 +241,7 @@ class Optimizer(torch.optim.Optimizer):
                 f"halfstep: params is a module, {type(params).__name__}; give its"
                 " named_parameters()"
             )
-        _abi.check_flags(
+        abi.check_flags(
             gradient_release=gradient_release,
             optimizer_accumulation=optimizer_accumulation,
             foreach=foreach,
@@ -280,7 +283,7 @@ class Optimizer(torch.optim.Optimizer):
             "decay": decay,
             "reference_lr": reference_lr,
             "seed": seed_of(seed),
-            "generator": _abi.choices("generator")[0] if generator is None else generator,
+            "generator": abi.choices("generator")[0] if generator is None else generator,
             "foreach": foreach,
             "capturable": capturable,
             "differentiable": False,
@@ -315,9 +318,9 @@ class Optimizer(torch.optim.Optimizer):
 
     def _register(self):
         """Registers this optimizer, or copy of one, for compiled steps, and gives it a witness."""
-        from . import _compile
+        from ._step import compiled
 
-        self._number, self._witness = _compile.register(self)
+        self._number, self._witness = compiled.register(self)
         self._parts.residuals.restart(self._witness)
 
     # ---- Groups and options ----------------------------------------------------------------------
@@ -351,7 +354,7 @@ class Optimizer(torch.optim.Optimizer):
         parts.groups.check_keys(group)
         keep_plain(group)
         if "param_names" in group:
-            _state.check_names(group, place)
+            checks.check_names(group, place)
             parts.names.give(group)
         parts.options.check(group)
         taking_part = []
@@ -361,13 +364,13 @@ class Optimizer(torch.optim.Optimizer):
                 name = parts.names.of(place, i)
                 check_parameter(p, name)
                 format_of(parts.options.formats(group, p)[0], p, name)
-                _matrices.lay(parts.groups.row_of(group).name, p.shape, _matrices.how_of(group))
+                matrices.lay(parts.groups.row_of(group).name, p.shape, matrices.how_of(group))
         if self.compile:
-            for refuse in (_sharding.refuse, _sharding.refuse_packed):
+            for refuse in (sharding.refuse, sharding.refuse_packed):
                 advice = "torch.compile the model and call step() as it is"
                 refuse(group["params"], "compile=True", advice)
         parts.inspection.check_cuts(place)
-        for caveat in _layout.caveats(parts.names.recipe(place, i) for i in taking_part):
+        for caveat in layout.caveats(parts.names.recipe(place, i) for i in taking_part):
             warn_once(caveat)
 
     @property
@@ -411,7 +414,7 @@ class Optimizer(torch.optim.Optimizer):
     @owners.setter
     def owners(self, group):
         rules = self.rule, *self._parts.options.partners
-        if group and not any(_abi.rules[rule].matrix for rule in rules):
+        if group and not any(abi.rules[rule].matrix for rule in rules):
             raise ValueError(
                 f"halfstep: owners={group!r}, but {type(self).__name__} steps no matrices as a"
                 " whole, so no rank can do it for others: leave owners out"
@@ -437,9 +440,9 @@ class Optimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self.compile:
-            from . import _compile
+            from ._step import compiled
 
-            _compile.step(self)
+            compiled.step(self)
         else:
             self._step()
         return loss
@@ -509,7 +512,7 @@ class Optimizer(torch.optim.Optimizer):
         * Prodigy, whose sums are over all tensors, so that no tensor can move before all gradients
           are there (ValueError)
         """
-        check_release(_abi.rules[self.rule], type(self).__name__)
+        check_release(abi.rules[self.rule], type(self).__name__)
         self.gradient_release = True
         self._parts.release.prepare(self, type(self)._take)
 
@@ -592,7 +595,7 @@ class Optimizer(torch.optim.Optimizer):
     def state_dict(self):
         """Returns the state as torch's optimizers do. It loads with torch.load(weights_only=True).
 
-        `state` holds tensors only, as they are stored (_layout.py lists them). `param_groups` holds
+        `state` holds tensors only, as they are stored (layout.py lists them). `param_groups` holds
         the options, the seed, the counts of steps and the names that were given with the
         parameters. "param_names" holds all names, a list for each group.
 
@@ -646,24 +649,24 @@ class Optimizer(torch.optim.Optimizer):
         """Writes the optimizer to a safetensors file in the layout of halfstep's checkpoints
         (docs/checkpoints.md), whole or not at all. Requires the package safetensors. Other programs
         can read the file if the parameters have names."""
-        _files.save(self._parts, path)
+        files.save(self._parts, path)
 
     def load_safetensors(self, path: Union[str, "os.PathLike[str]"]) -> None:
         """Reads a file of save_safetensors(), or of halfstep_write_optimizer() in C. Parameters are
         matched by name. If the file holds weights too, they go into the parameters."""
         store = self._parts.cache.store
-        state_dict, generator, weights = _files.load(self._parts, path, store is not None)
+        state_dict, generator, weights = files.load(self._parts, path, store is not None)
         for group in state_dict["param_groups"]:
             group["generator"] = generator
         if store is not None and store.takes(state_dict["state"]):
             store.load(path, state_dict, self.load_state_dict)
         else:
             if store is not None:  # which has to be converted
-                state_dict["state"] = _files.load(self._parts, path)[0]["state"]
+                state_dict["state"] = files.load(self._parts, path)[0]["state"]
             self.load_state_dict(state_dict)
         with torch.no_grad():
             for p, weight in weights:
-                _sharding.stored(p).copy_(weight)
+                sharding.stored(p).copy_(weight)
 
     def load_states(self, path: Union[str, "os.PathLike[str]"]) -> None:
         """Takes the states, counters, seed and generator of a checkpoint that another trainer, or
@@ -673,7 +676,7 @@ class Optimizer(torch.optim.Optimizer):
         Parameters are matched by name, whatever groups they were in. Without names, positions count
         if the groups have as many parameters. Options such as `lr` stay as they are. Residuals and
         error codes belong to the weights of the checkpoint, so load those too."""
-        state_dict, renamed = _checkpoints.read(self._parts, path)
+        state_dict, renamed = checkpoints.read(self._parts, path)
         self.load_state_dict(state_dict)
         for p, name in renamed.items():
             if name is not None and not self._parts.groups.state.get(p):

@@ -13,17 +13,19 @@ from typing import NamedTuple
 
 import torch
 
-from . import _abi, _layout, _names
-from ._assignment import is_listed, is_matrix, patterns_of
-from ._matrices import fields_of, has_products, lay, taken
-from ._options import bytes_of
-from ._overlap import window
-from ._parameters import PLAIN, beside, could_be_packed, is_packed_format, stored_dtype
-from ._release import check_release
-from ._sharding import is_packed, stored
-from ._signatures import ADAMW_NAMES
+from ._library import abi
+from ._library.signatures import ADAMW_NAMES
+from ._placement.overlap import window
+from ._placement.streams import BUFFER_BYTES, BUFFERS
+from ._settings import naming
+from ._settings.assignment import is_listed, is_matrix, patterns_of
+from ._settings.options import bytes_of
+from ._states import layout
+from ._step.release import check_release
+from ._tensors.matrices import fields_of, has_products, lay, taken
+from ._tensors.parameters import PLAIN, beside, could_be_packed, is_packed_format, stored_dtype
+from ._tensors.sharding import is_packed, stored
 from .rules import class_and_options
-from .streaming import BUFFER_BYTES, BUFFERS
 
 __all__ = ["Plan", "PlanRow", "plan"]
 
@@ -138,7 +140,7 @@ class Plan:
 
     def _lines(self):
         code = "".join("\n" + line for line in self.notes)
-        code += f"\nDevice code for GPUs: {_abi.lib.halfstep_device_code().decode()}."
+        code += f"\nDevice code for GPUs: {abi.lib.halfstep_device_code().decode()}."
         if self.placed:
             fitting = sum(bool(row.fits) for row in self.rows)
             return (
@@ -158,9 +160,9 @@ class Plan:
         )
         foot = "Weights are counted as stored in the recipe's format. Activations come on top."
         foot += "".join(
-            "\n" + line for line in _layout.precise_states(row.recipe for row in self.rows)
+            "\n" + line for line in layout.precise_states(row.recipe for row in self.rows)
         )
-        foot += "".join(f"\n{line}." for line in _layout.caveats(row.recipe for row in self.rows))
+        foot += "".join(f"\n{line}." for line in layout.caveats(row.recipe for row in self.rows))
         if self.offload and self.rows:
             copied = max(row.copied for row in self.rows)
             foot += (
@@ -305,7 +307,7 @@ def _size(n):
 def _shape(name, given):
     shape = getattr(given, "shape", given)
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
-    if not all(map(_abi.is_count, shape)):
+    if not all(map(abi.is_count, shape)):
         raise ValueError(
             f"invalid shape {shape} of {name!r}: sizes are whole numbers of at least 0"
         )
@@ -381,7 +383,7 @@ def _by_rule(tensors, adamw):
     def told(some):
         some = sorted(some, key=lambda pair: not is_matrix(pair[1]))
         size = sum(math.prod(one.shape) for _, one in some)
-        names = _names.some([str(name) for name, _ in some], 8)
+        names = naming.some([str(name) for name, _ in some], 8)
         return f"{len(some)} tensors of {size} elements" + (f": {names}" if some else "")
 
     rest = [pair for pair in tensors if pair[1].rest]
@@ -407,7 +409,7 @@ def _left(recipe, tensors):
             found.setdefault(fmt, []).append((str(name), math.prod(one.shape)))
     return "\n".join(
         f"Beside {asked[0]} {len(some)} tensors of {sum(size for _, size in some)} elements are"
-        f" {fmt}: {_names.some([name for name, _ in some], 8)}."
+        f" {fmt}: {naming.some([name for name, _ in some], 8)}."
         for fmt, some in found.items()
     )
 
@@ -465,11 +467,11 @@ def plan(
             "device_memory= compares all ways by itself: give it without offload=, release=, store="
             " and memory="
         )
-    _abi.check_flags(release=release)
+    abi.check_flags(release=release)
     if store not in (False, True, "states"):
         raise ValueError(f"unknown store={store!r}; known: False, True, 'states'")
     for name, speed in (("bus", bus), ("host", host), ("device", device)):
-        if not _abi.is_real(speed) or not speed > 0:
+        if not abi.is_real(speed) or not speed > 0:
             raise ValueError(
                 f"{name}={speed!r} is not a number of bytes a second; give a number above 0"
             )
@@ -505,8 +507,8 @@ def plan(
         [recipes] if isinstance(recipes, str) else RECIPES if recipes is None else recipes
     ):
         class_and_options(recipe)  # refuses ema, which trains nothing
-        recipe = _abi.recipe_full(recipe)
-        rule = _abi.rules[recipe.split("/")[0]]
+        recipe = abi.recipe_full(recipe)
+        rule = abi.rules[recipe.split("/")[0]]
         streamed = has_products(rule)  # what CPUOffload does with its matrices
         if release:
             check_release(rule, rule.label)
@@ -520,7 +522,7 @@ def plan(
             notes[f"{rule.name} takes {text}."] = True
         if text := _left(recipe, tensors):
             notes[text] = True
-        sums = _abi.forecast(
+        sums = abi.forecast(
             *(
                 (meant[one], {**fields_of(x), "gradient": (one.gradient or gradient).encode()}, n)
                 for (one, n), x in zip(counts.items(), laid.values())

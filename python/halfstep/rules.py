@@ -1,7 +1,7 @@
 """Makes the optimizer classes, one for each rule of the library's table, and has `optimizer()`,
 which takes a recipe.
 
-_signatures.py says what options a class has. A class whose rule needs more than Optimizer has is a
+signatures.py says what options a class has. A class whose rule needs more than Optimizer has is a
 child of the class here that has its name after an underscore.
 """
 
@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 
-from . import _abi, _assignment, _layout
-from ._options import Options, sequence
-from ._sharding import copy_of, is_packed, local, stored
-from ._signatures import COMMON, documentation, options_of, params_of, type_of
-from ._torch import no_dynamo
-from ._watch import version
+from ._library import abi
+from ._library.signatures import COMMON, documentation, options_of, params_of, type_of
+from ._settings import assignment
+from ._settings.options import Options, sequence
+from ._states import layout
+from ._states.watch import version
+from ._tensors.sharding import copy_of, is_packed, local, stored
+from ._tensors.torch_private import no_dynamo
 from .optimizer import Optimizer, Params, split_pairs
 
 _POSITIONAL, _KEYWORD = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
@@ -39,7 +41,7 @@ def _common():
 @lru_cache(None)
 def _own_options(rule):
     """Returns the options of a rule's class that are those of a group, with their defaults."""
-    positional, keywords = options_of(_abi.rules[rule], _common())
+    positional, keywords = options_of(abi.rules[rule], _common())
     own = {**positional, **keywords}
     return {name: own[name] for name in own if name not in _COMMON and name not in COMMON}
 
@@ -49,7 +51,7 @@ class _Muon(Optimizer):
     may step some of the groups."""
 
     #: of groups that say nothing; what pickles that lack it go on with
-    _betas = tuple(_abi.rules["muon"].hypers[name].initial for name in _abi.BETAS[:2])
+    _betas = tuple(abi.rules["muon"].hypers[name].initial for name in abi.BETAS[:2])
     #: the options `adamw` and `adamw_names`
     _adamw, _adamw_names = None, ()
 
@@ -64,12 +66,12 @@ class _Muon(Optimizer):
             self._adamw = {
                 "betas": self._betas,
                 "eps": defaults["adam_eps"],
-                **_assignment.check_options(adamw, known),
+                **assignment.check_options(adamw, known),
             }
             if isinstance(params, torch.nn.Module):
-                names = _assignment.patterns_of(params) if names is None else names
+                names = assignment.patterns_of(params) if names is None else names
                 params = params.named_parameters()
-            self._adamw_names = _assignment.check_patterns(names)
+            self._adamw_names = assignment.check_patterns(names)
         elif names is not None:
             raise ValueError(
                 "halfstep: adamw_names= names what AdamW steps, and needs adamw=, its options:"
@@ -108,7 +110,7 @@ class _Muon(Optimizer):
         if isinstance(group["params"], set):  # torch refuses it
             return [group]
         known = self._parts.names.known
-        return _assignment.divide(group, known, self._adamw_names)
+        return assignment.divide(group, known, self._adamw_names)
 
     def _defaults_of(self, rule):
         """Returns what a group of a rule has if it does not say."""
@@ -151,15 +153,15 @@ class _Muon(Optimizer):
                 group["ns_coefficients"] = (*values[:place], value, *values[place + 1 :])
             elif name == "ns_coefficients":  # comes after ns_a, ns_b and ns_c
                 if value:
-                    group[name] = _abi.choices(name)[int(value)]
+                    group[name] = abi.choices(name)[int(value)]
             elif name == "match_rms":
-                group["adjust_lr_fn"] = _abi.choices(name)[int(value)] if value else None
+                group["adjust_lr_fn"] = abi.choices(name)[int(value)] if value else None
             else:
                 name = {"eps": "adam_eps", "ns_eps": "eps"}.get(name, name)
                 super().take_hyper(group, name, value)
 
         def check(self, group):
-            known = (None, *_abi.choices("match_rms"))
+            known = (None, *abi.choices("match_rms"))
             if self.rule_of(group) == self.rule and group["adjust_lr_fn"] not in known:
                 raise ValueError(
                     f"Adjust learning rate function {group['adjust_lr_fn']} is not supported"
@@ -179,7 +181,7 @@ class _Adafactor(Optimizer):
                     f"halfstep: eps={given!r} is not a pair of numbers, of which the first may be"
                     " None"
                 )
-            first = _abi.rules[self.rule].hypers["eps"].initial if eps[0] is None else eps[0]
+            first = abi.rules[self.rule].hypers["eps"].initial if eps[0] is None else eps[0]
             out.update(eps=float(first), scale_eps=float(eps[1]))
             return out
 
@@ -252,9 +254,9 @@ class _ScheduleFree(Optimizer):
         for _, p in self._groups_of():
             state, average = self.state[p], super().read_average(p)
             extra = state.get("weight.extra")
-            state[_layout.TRAINED] = copy_of(p)
+            state[layout.TRAINED] = copy_of(p)
             if extra is not None:
-                state[_layout.TRAINED_EXTRA] = extra.clone()
+                state[layout.TRAINED_EXTRA] = extra.clone()
             self.write_weight(p, average)
             self._left[p] = version(p)
 
@@ -276,7 +278,7 @@ class _ScheduleFree(Optimizer):
         left, self._left = self._left or {}, None
         for group, p in self._groups_of():
             state = self.state[p]
-            held, extra = state.pop(_layout.TRAINED, None), state.pop(_layout.TRAINED_EXTRA, None)
+            held, extra = state.pop(layout.TRAINED, None), state.pop(layout.TRAINED_EXTRA, None)
             touched = p in left and version(p) != left[p]
             if held is None or touched:  # from the averages there are
                 z, beta = self.read_state(p, "z"), float(group["betas"][0])
@@ -308,7 +310,7 @@ class _ScheduleFree(Optimizer):
         with torch.no_grad():
             if _is_in_eval(self.param_groups):
                 self._left = None
-                held = {p: self.state[p].get(_layout.TRAINED) for _, p in self._groups_of()}
+                held = {p: self.state[p].get(layout.TRAINED) for _, p in self._groups_of()}
                 if (
                     not before
                     and held
@@ -318,12 +320,12 @@ class _ScheduleFree(Optimizer):
                     )
                 ):
                     for p in held:  # y is in the model still
-                        self._put_extra(p, self.state[p].get(_layout.TRAINED_EXTRA))
+                        self._put_extra(p, self.state[p].get(layout.TRAINED_EXTRA))
                     self._put_averages()
             elif before:
                 for group in groups_before:
                     for p in group["params"]:
-                        kept = (state_before.get(p) or {}).get(_layout.TRAINED)
+                        kept = (state_before.get(p) or {}).get(layout.TRAINED)
                         if kept is not None and left is not None and left.get(p) == version(p):
                             self._put_back(p, kept)
                 self._left = None
@@ -392,14 +394,14 @@ def make_class(rule):
 
 
 #: class name -> class
-classes = {rule.label: make_class(rule) for rule in _abi.rules.values() if not rule.raw_gradient}
+classes = {rule.label: make_class(rule) for rule in abi.rules.values() if not rule.raw_gradient}
 _by_rule = {cls.rule: cls for cls in classes.values()}
 globals().update(classes)
 
 
 def class_and_options(recipe):
     """Returns the class of a recipe, and its formats as options."""
-    full = _abi.recipe_full(recipe)
+    full = abi.recipe_full(recipe)
     parts = recipe.split("/")
     cls = _by_rule.get(full.partition("/")[0])
     if cls is None:

@@ -1,211 +1,73 @@
 """`StateStreaming`: weights and steps on a GPU, states in CPU memory, which pass through the GPU in
-each step."""
+each step. `Hosted` is what it has in common with `CPUOffload`."""
 
-import contextlib
-import math
+from functools import lru_cache
 from typing import Any, Type, Union
 
-import torch
-
-from . import _abi, _devices
-from ._hosted import Hosted, HostedPlacement
-from ._matrices import fields_of, lay_part
-from ._sharding import local, stored
+from . import rules
+from ._library import abi
+from ._placement.streams import BUFFER_BYTES, Streamed
 from .optimizer import Kept, Optimizer, Params
 
-#: the number of buffers of a device. States come into one and leave another while a third is
-#: stepped, so that the bus is used both ways at once
-BUFFERS = 3
-#: bytes of a buffer, unless a single parameter has more
-BUFFER_BYTES = 256 << 20
-#: tensors in a buffer begin at multiples of this, as with torch's allocators
-_ALIGNED = 256
 
+class Hosted(Optimizer):
+    """Base of `CPUOffload` and `StateStreaming`: an optimizer of the class that `recipe` names.
+    `recipe` is a string or a class of this package."""
 
-class _Buffer:
-    """Memory of a GPU for the states of one stage after the other. `owner` is the last stage.
-    `left` is the event after which its states have left."""
+    minimal_size = Kept()
 
-    def __init__(self, size, device):
-        self.memory = _devices.zeros((size,), torch.uint8, device)
-        self.owner = self.left = None
+    def __new__(cls, params=None, recipe: Union[str, Type[Optimizer]] = "adamw", **_):
+        return object.__new__(_with(cls, _split(recipe, cls)[0]) if not cls.rule else cls)
 
-
-class Bus:
-    """The streams and buffers of one device, and the stages that take turns in them."""
-
-    def __init__(self, device):
-        self.device, self.stages, self.buffers = device, [], None
-        self.up, self.down = _devices.Side(device), _devices.Side(device)
-
-    def buffer(self, stage):
-        if self.buffers is None:
-            sizes = [
-                max(s.size for s in self.stages[i::BUFFERS])
-                for i in range(min(BUFFERS, len(self.stages)))
-            ]
-            self.buffers = [_Buffer(size, self.device) for size in sizes]
-        return self.buffers[stage.number % BUFFERS]
-
-    def forget(self):
-        """Forgets states that were fetched and not used, because they may have changed since."""
-        for stage in self.stages:
-            stage.ready = None
-
-    def wait(self):
-        """Waits until all states are in CPU memory."""
-        _devices.wait(self.down.event())
-
-
-class Stage:
-    """Members whose states are on the GPU together, in one buffer."""
-
-    def __init__(self, bus):
-        self.bus, self.number, self.size = bus, len(bus.stages), 0
-        bus.stages.append(self)
-        #: for each member: where each of its planes begins in the buffer, by key
-        self.places = {}
-        #: for each member: the event after which its states are in CPU memory
-        self.left = {}
-        #: the event after which all states are in the buffer
-        self.ready = None
-        self.state = None
-
-    def take(self, members, state):
-        """Takes members, and the optimizer's state, which holds their states."""
-        self.state = state
-        for m in members:
-            places = self.places[m] = {}
-            for s in m.planes:
-                places[s.key] = self.size
-                self.size += -(-_bytes(s) // _ALIGNED) * _ALIGNED
-
-    def kept_of(self, m):
-        """Returns the device of a member's states between steps."""
-        return _devices.HOST
-
-    def addresses(self, m):
-        """Returns the memory of a member's planes while it is stepped, by key."""
-        memory = self.bus.buffer(self).memory
-        return {key: memory[at:] for key, at in self.places[m].items()}
-
-    def _copies(self, members):
-        """Yields (memory in the buffer, tensor in CPU memory) for each plane."""
-        memory = self.bus.buffer(self).memory
-        for m in members:
-            held = self.state[m.p]
-            for s in m.planes:
-                at = self.places[m][s.key]
-                yield memory[at : at + _bytes(s)].view(s.dtype).view(s.shape), local(held[s.key])
-
-    def _fetch(self, members):
-        """Begins to copy states into the buffer. Returns the event after which they are there."""
-        bus, buffer = self.bus, self.bus.buffer(self)
-        left = [self.left[m] for m in members if m in self.left]
-        for event in {id(event): event for event in left}.values():
-            bus.up.after(event)
-        if buffer.owner is not self and buffer.left is not None:
-            bus.up.after(buffer.left)
-        for there, here in self._copies(members):
-            bus.up.copy(there, here)
-        return bus.up.event()
-
-    def begin(self):
-        """Begins to copy the states of all members, unless this step has begun already."""
-        if self.ready is None:
-            self.ready = self._fetch(self.places)
-            self.bus.buffer(self).owner = self
-
-    def end(self):
-        """Does nothing: what a step leaves is in CPU memory."""
-
-    @contextlib.contextmanager
-    def states(self, only=None, written=True):
-        """Returns a context in which states are in the buffer: those of all members, or of `only`.
-        If they are written, they are copied back afterwards."""
-        bus, buffer = self.bus, self.bus.buffer(self)
-        members = self.places if only is None else [only]
-        if only is None:
-            self.begin()
-            ready, self.ready = self.ready, None
-            if self.number + 1 < len(bus.stages):
-                bus.stages[self.number + 1].begin()
-        else:
-            ready = self._fetch(members)
-        buffer.owner = self
-        bus.up.lead(ready)
-        try:
-            yield
-        finally:
-            bus.down.follow()
-            if written:
-                for there, here in self._copies(members):
-                    bus.down.copy(here, there)
-            buffer.left = bus.down.event()
-            if written:
-                self.left.update(dict.fromkeys(members, buffer.left))
-
-
-def _bytes(plane):
-    return plane.dtype.itemsize * math.prod(plane.shape)
-
-
-class Streamed(HostedPlacement):
-    """Steps parameters where they are, with states of large ones in CPU memory."""
-
-    def __init__(self, groups, names):
-        super().__init__(groups, names)
-        self.buses = []
-
-    def _is_streamed(self, p):
-        return self.may_leave(p) and local(p).numel() >= self.groups.options.minimal_size
-
-    def check_device(self, p, name):
-        super().check_device(p, name)
-        if self._is_streamed(p):
-            _devices.check_copies(stored(p), name)
-
-    def divide(self, wanted):
-        """Divides parameters: first those whose states stay where they are stepped, then stages of
-        about the size of a buffer."""
-        stay, buses = [], {}
-        room = getattr(self.groups.options, "buffer", BUFFER_BYTES)
-        for one in wanted:
-            if not self._is_streamed(one.p):
-                stay.append(one)
-                continue
-            laid = lay_part(one.rule, one.p.shape, local(one.p).shape, one.how)
-            size = _abi.forecast((one.recipe, fields_of(laid), 1)).largest_states
-            if one.home not in buses:
-                buses[one.home] = Bus(one.home), []
-            bus, stages = buses[one.home]
-            if not stages or stages[-1][0] + size > room:
-                stages.append([0, Stage(bus), []])
-            stages[-1][0] += size
-            stages[-1][2].append(one)
-        self.buses = [bus for bus, _ in buses.values()]
-        return super().divide(stay) + [
-            (device, stage, some)
-            for device, (_, stages) in buses.items()
-            for _, stage, some in stages
-        ]
-
-    @contextlib.contextmanager
-    def stepping(self):
-        if any(_devices.capturing(bus.device) for bus in self.buses):
-            raise RuntimeError(
-                "halfstep: a step of StateStreaming cannot be captured into a CUDA graph,"
-                " because its states come from CPU memory; call step() outside the capture"
+    def __init__(
+        self,
+        params: Params,
+        recipe: Union[str, Type[Optimizer]] = "adamw",
+        *,
+        minimal_size: int = 4096,
+        **options: Any,
+    ) -> None:
+        if not abi.is_count(minimal_size):
+            raise ValueError(
+                f"halfstep: minimal_size={minimal_size!r} is not a number of elements; give a whole"
+                " number of at least 0"
             )
-        try:
-            yield
-        finally:
-            for bus in self.buses:
-                bus.forget()
+        if options.get("compile"):
+            raise ValueError(
+                "halfstep: compile=True is not supported here, because a step whose states leave"
+                " the GPU cannot be traced"
+            )
+        self.minimal_size = minimal_size
+        super().__init__(params, **{**_split(recipe, type(self))[1], **options})
 
-    def heard(self):
-        for bus in self.buses:
-            bus.wait()
+    def __reduce_ex__(self, protocol):
+        kind = next(c for c in type(self).__mro__ if issubclass(c, Hosted) and not c.rule)
+        base = next(c for c in type(self).__mro__ if c.rule and not issubclass(c, Hosted))
+        return restore_hosted, (kind, base), self.__getstate__()
+
+
+def _split(recipe, cls):
+    """Returns the class of a recipe, and the options that the recipe stands for."""
+    if isinstance(recipe, str):
+        return rules.class_and_options(recipe)
+    if not isinstance(recipe, type) or not issubclass(recipe, Optimizer) or not recipe.rule:
+        raise TypeError(
+            f"halfstep.{cls.__name__.partition('[')[0]}(params, recipe): {recipe!r} is neither a"
+            ' recipe such as "adamw/bf16-sr/int8" nor a class of halfstep'
+        )
+    return recipe, {}
+
+
+@lru_cache(None)
+def _with(cls, base):
+    """Returns the class of optimizers of `base` that are hosted as `cls` is."""
+    attributes = {"__module__": cls.__module__, "__doc__": cls.__doc__}
+    return type(f"{cls.__name__}[{base.__name__}]", (cls, base), attributes)
+
+
+def restore_hosted(cls, base):
+    """Returns an optimizer without parameters. Pickles of optimizers name this function."""
+    return object.__new__(_with(cls, base))
 
 
 class StateStreaming(Hosted):
@@ -248,7 +110,7 @@ class StateStreaming(Hosted):
         minimal_size: int = 4096,
         **options: Any,
     ) -> None:
-        if not _abi.is_count(buffer, 1):
+        if not abi.is_count(buffer, 1):
             raise ValueError(
                 f"halfstep: buffer={buffer!r} is not a size in bytes; give a whole number above 0"
             )

@@ -194,9 +194,13 @@ def library_breaks(system, machine):
     lost = instead(*(f"\0{name}\0".encode() for name in LOST))
     yield core, lambda data: b"text", "is no library for"
     if system == "macos":
-        yield core, unexported(f"_{LOST[0]}"), f"does not export {LOST[0]}, which _abi.py binds"
+        yield (
+            core,
+            unexported(f"_{LOST[0]}"),
+            f"does not export {LOST[0]}, which _library/abi.py binds",
+        )
     else:
-        yield core, lost, f"does not export {LOST[0]}, which _abi.py binds"
+        yield core, lost, f"does not export {LOST[0]}, which _library/abi.py binds"
         yield core, lost, f"exports {LOST[1]}, which abi.txt does not list"
     if system == "linux":
         stack, relro = lief.ELF.Segment.TYPE.GNU_STACK, lief.ELF.Segment.TYPE.GNU_RELRO
@@ -282,9 +286,9 @@ def breaks(name, row, files):
     yield {"files": {**files, "halfstep/more.py": b""}}, name, "more.py is not expected"
     yield {"files": without("halfstep/__init__.pyi")}, name, "__init__.pyi is not in the wheel"
     yield (
-        {"files": changed("halfstep/_abi.py", lambda data: data + b"#")},
+        {"files": changed("halfstep/_library/abi.py", lambda data: data + b"#")},
         name,
-        "_abi.py is not the file of this tree",
+        "_library/abi.py is not the file of this tree",
     )
     yield {"files": without(core)}, name, f"{core} is not in the wheel"
     yield (

@@ -21,10 +21,13 @@ from common import bits, plain, states  # noqa: F401
 from torch import nn
 
 import halfstep
-from halfstep import _abi, _layout, _packed, _torch
+from halfstep._library import abi
+from halfstep._states import layout
+from halfstep._tensors import torch_private
+from halfstep._weights8 import blocks
 
 #: the rules that step weights by gradients, in the order of the table
-RULES = [name for name, rule in _abi.rules.items() if not rule.raw_gradient]
+RULES = [name for name, rule in abi.rules.items() if not rule.raw_gradient]
 #: steps after which every rule has moved a weight: the first may only begin a second moment
 FIRST_MOVEMENT = 2
 #: recipe by a short name -> dtype of the parameters, options
@@ -77,7 +80,7 @@ COARSE = pytest.mark.told(COARSE_TEXT, rule="muon", recipe="sr-int4")
 
 
 def class_of(rule):
-    return getattr(halfstep, _abi.rules[rule].label)
+    return getattr(halfstep, abi.rules[rule].label)
 
 
 def parameters(dtype=torch.float32, shapes=None, seed=0):
@@ -134,7 +137,7 @@ def streams(opt, p):
     return {
         key: value
         for key, value in opt.state[p].items()
-        if key != "step" and key not in _layout.numbers_of(_abi.rules[opt.rule])
+        if key != "step" and key not in layout.numbers_of(abi.rules[opt.rule])
     }
 
 
@@ -142,7 +145,7 @@ def stored(opt, p):
     """Returns the names of the states that are stored for a parameter."""
     return [
         s.name
-        for s in _abi.rules[opt.rule].states
+        for s in abi.rules[opt.rule].states
         if {s.name, s.name + ".codes"} & set(opt.state.get(p, ()))
     ]
 
@@ -264,8 +267,8 @@ def no_other_warnings():
     """Fails at its end if halfstep warned inside where nothing expected it, as pytest.warns() does.
     Filters cannot hide these warnings. Those of other packages go on to pytest."""
     # What a test is told does not depend on the tests before it.
-    _torch.warn_once.cache_clear()
-    _packed._judging = True
+    torch_private.warn_once.cache_clear()
+    blocks._judging = True
     with warnings.catch_warnings(record=True) as found:
         warnings.filterwarnings("always", OURS)
         yield

@@ -1,6 +1,6 @@
 """A GPU for the package's tests on machines without one. tests/fake_cuda takes the place of the
 driver, and tensors of torch lie in its memory. To torch these are CPU tensors. So only answers of
-halfstep._devices are different: where a tensor lies, the current stream, copies.
+halfstep._tensors.devices are different: where a tensor lies, the current stream, copies.
 
 What the library does on the "GPU" happens when somebody waits for its stream. What torch does
 happens at once, so tests put writes to gradients into the stream by `later()`. On a machine with a
@@ -17,7 +17,8 @@ import threading
 import pytest
 import torch
 
-from halfstep import _devices, _rounds
+from halfstep._step import rounds
+from halfstep._tensors import devices
 
 HOST = torch.device("cpu")
 
@@ -271,7 +272,7 @@ class Fake:
             ),
             (
                 "zeros",
-                lambda shape, dtype, device=_devices.HOST: self.place(
+                lambda shape, dtype, device=devices.HOST: self.place(
                     torch.zeros(shape, dtype=dtype), device
                 ),
             ),
@@ -285,15 +286,15 @@ class Fake:
             ("wait", self.wait),
             ("Side", lambda device: Side(self, device)),
         ):
-            assert hasattr(_devices, name)
-            patch.setattr(_devices, name, function)
-        step = _rounds.Release.step_sent
+            assert hasattr(devices, name)
+            patch.setattr(devices, name, function)
+        step = rounds.Release.step_sent
 
         def alone(*arguments):  # the library asks the driver, too
             with self.lock:
                 step(*arguments)
 
-        patch.setattr(_rounds.Release, "step_sent", alone)
+        patch.setattr(rounds.Release, "step_sent", alone)
 
     def close(self):
         """Frees everything, and fails if the driver was misused."""
@@ -324,7 +325,7 @@ class Fake:
 
 
 class Side:
-    """Takes the place of halfstep._devices.Side."""
+    """Takes the place of halfstep._tensors.devices.Side."""
 
     def __init__(self, fake, device):
         self.fake, self.device, self.stream = fake, device, fake.stream()

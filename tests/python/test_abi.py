@@ -1,4 +1,4 @@
-"""Tests halfstep._abi against tests/golden/abi.txt, the list of what include/halfstep.h declares:
+"""Tests halfstep._library.abi against tests/golden/abi.txt, the list of what the headers declare:
 functions, structures, constants. Also its tables and errors, and the error for a library that is
 missing or another one."""
 
@@ -13,26 +13,26 @@ from pathlib import Path
 
 import pytest
 
-from halfstep import _abi
+from halfstep._library import abi
 
 SOURCE = Path(os.environ.get("HALFSTEP_SOURCE", Path(__file__).resolve().parents[2]))
 # The words of each line; tests/abi.py describes them.
 LINES = [line.split(" ", 3) for line in (SOURCE / "tests/golden/abi.txt").read_text().splitlines()]
 
 STRUCTURES = {
-    "rule_info": _abi.RuleInfo,
-    "format_info": _abi.FormatInfo,
-    "hyper_info": _abi.HyperInfo,
-    "options": _abi.Options,
-    "tensor": _abi.Tensor,
-    "slot_info": _abi.SlotInfo,
-    "call": _abi.Call,
-    "record": _abi.Record,
-    "record_places": _abi.RecordPlaces,
-    "forecast": _abi.Forecast,
-    "device_info": _abi.DeviceInfo,
-    "store_options": _abi.StoreOptions,
-    "store_info": _abi.StoreInfo,
+    "rule_info": abi.RuleInfo,
+    "format_info": abi.FormatInfo,
+    "hyper_info": abi.HyperInfo,
+    "options": abi.Options,
+    "tensor": abi.Tensor,
+    "slot_info": abi.SlotInfo,
+    "call": abi.Call,
+    "record": abi.Record,
+    "record_places": abi.RecordPlaces,
+    "forecast": abi.Forecast,
+    "device_info": abi.DeviceInfo,
+    "store_options": abi.StoreOptions,
+    "store_info": abi.StoreInfo,
 }
 
 compiler = pytest.mark.skipif(not shutil.which("cc"), reason="no C compiler")
@@ -56,10 +56,10 @@ NUMBERS = {
 }
 
 
-@pytest.mark.parametrize("name", sorted("halfstep_" + name for name in _abi.signatures))
+@pytest.mark.parametrize("name", sorted("halfstep_" + name for name in abi.signatures))
 def test_signature(name):
     result, parameters = DECLARED[name]
-    function = getattr(_abi.lib, name)
+    function = getattr(abi.lib, name)
     assert len(function.argtypes) == len(parameters), parameters
     for bound, declared in zip(function.argtypes, parameters):
         if "*" not in declared:
@@ -82,13 +82,13 @@ def test_signature(name):
 
 def test_every_function_that_the_package_calls_has_a_signature():
     # ctypes would pass an address as a C int.
-    package = Path(_abi.__file__).parent
+    package = Path(abi.__file__).parent
     called = {
         name
         for file in package.rglob("*.py")
         for name in re.findall(r"\blib\.halfstep_(\w+)", file.read_text())
     }
-    assert called and not called - set(_abi.signatures)
+    assert called and not called - set(abi.signatures)
 
 
 def test_structures_have_the_layout_of_the_header():
@@ -108,26 +108,24 @@ def test_structures_have_the_layout_of_the_header():
 def test_constants_are_the_headers():
     values = {line[1]: line[2] for line in LINES if line[0] == "constant"}
     names = [
-        n
-        for n in dir(_abi)
-        if re.match(r"(ERROR|ROLE|GEOMETRY|EXTENT|SLOT|CALL|RECORD)_[A-Z]+$", n)
+        n for n in dir(abi) if re.match(r"(ERROR|ROLE|GEOMETRY|EXTENT|SLOT|CALL|RECORD)_[A-Z]+$", n)
     ]
     names += ["OK", "NONFINITE", "ALL_GROUPS", "MAX_STATES", "MAX_SCALARS"]
     assert len(names) > 20
-    assert {n: values["HALFSTEP_" + n] for n in names} == {n: str(getattr(_abi, n)) for n in names}
-    assert LINES[0] == ["abi", str(_abi.ABI)]
+    assert {n: values["HALFSTEP_" + n] for n in names} == {n: str(getattr(abi, n)) for n in names}
+    assert LINES[0] == ["abi", str(abi.ABI)]
 
 
 # ---- Tables --------------------------------------------------------------------------------------
 
 
 def test_tables_are_complete():
-    assert [r.row for r in _abi.rules.values()] == list(range(_abi.lib.halfstep_rule_count()))
-    assert [f.row for f in _abi.formats.values()] == list(range(_abi.lib.halfstep_format_count()))
-    for name, rule in _abi.rules.items():
-        assert _abi.lib.halfstep_rule_find(name.encode()) == rule.row
-        assert rule.label.isidentifier() and rule.title and rule.decay in _abi.choices("decay")
-        assert len(rule.states) <= _abi.MAX_STATES and all(s.name and s.role for s in rule.states)
+    assert [r.row for r in abi.rules.values()] == list(range(abi.lib.halfstep_rule_count()))
+    assert [f.row for f in abi.formats.values()] == list(range(abi.lib.halfstep_format_count()))
+    for name, rule in abi.rules.items():
+        assert abi.lib.halfstep_rule_find(name.encode()) == rule.row
+        assert rule.label.isidentifier() and rule.title and rule.decay in abi.choices("decay")
+        assert len(rule.states) <= abi.MAX_STATES and all(s.name and s.role for s in rule.states)
         assert {"lr", "weight_decay", "maximize", "clip_norm"} <= set(rule.hypers)
         for hyper in rule.hypers.values():
             assert hyper.minimum <= hyper.initial <= hyper.maximum and hyper.title
@@ -136,8 +134,8 @@ def test_tables_are_complete():
                 or hyper.initial in (0, 1)
                 and (hyper.minimum, hyper.maximum) == (0, 1)
             )
-    assert len({r.label for r in _abi.rules.values()}) == len(_abi.rules)
-    adamw = _abi.rules["adamw"]
+    assert len({r.label for r in abi.rules.values()}) == len(abi.rules)
+    adamw = abi.rules["adamw"]
     assert (adamw.label, adamw.decay) == ("AdamW", "decoupled")
     assert adamw.accumulates and not adamw.matrix
     assert [s.name for s in adamw.states] == ["exp_avg", "exp_avg_sq", "max_exp_avg_sq"]
@@ -147,56 +145,56 @@ def test_tables_are_complete():
     assert of_optimizer == ["gradient_scale", "clip_norm"]
     assert adamw.hypers["beta1"].exclusive_maximum and not adamw.hypers["eps"].exclusive_maximum
     assert (
-        _abi.rules["lamb"].scalars == ["weight_norm", "update_norm", "trust_ratio"]
-        and _abi.rules["lamb"].two_pass
+        abi.rules["lamb"].scalars == ["weight_norm", "update_norm", "trust_ratio"]
+        and abi.rules["lamb"].two_pass
     )
     assert (
-        _abi.rules["muon"].matrix
-        and _abi.rules["ema"].raw_gradient
-        and _abi.rules["schedulefree"].average
+        abi.rules["muon"].matrix
+        and abi.rules["ema"].raw_gradient
+        and abi.rules["schedulefree"].average
     )
 
 
 def test_formats_tell_their_bytes():
-    for f in _abi.formats.values():
+    for f in abi.formats.values():
         assert (f.block > 0) == (f.scale_bytes > 0) and f.code_bits in (4, 6, 8, 16, 32)
         apart = (
-            f.scale_bytes and f.geometry != _abi.GEOMETRY_PACKED
+            f.scale_bytes and f.geometry != abi.GEOMETRY_PACKED
         )  # packed scales are in the codes
         assert (f.extra_dtype is not None) == bool(f.extra_bits or apart)
-    int8 = _abi.formats["int8"]
-    assert (int8.code_bits, int8.code_dtype, int8.geometry) == (8, "I8", _abi.GEOMETRY_ROWS)
-    assert _abi.formats["bf16-sr"].stochastic and not _abi.formats["bf16"].stochastic
-    assert _abi.formats["bf16-kahan"].extra_bits == 16
+    int8 = abi.formats["int8"]
+    assert (int8.code_bits, int8.code_dtype, int8.geometry) == (8, "I8", abi.GEOMETRY_ROWS)
+    assert abi.formats["bf16-sr"].stochastic and not abi.formats["bf16"].stochastic
+    assert abi.formats["bf16-kahan"].extra_bits == 16
 
 
 def test_choices():
-    assert _abi.choices("scan") == ("scan", "per-tensor", "known-finite")
-    assert {"constant", "linear", "cosine"} <= set(_abi.choices("schedule"))
+    assert abi.choices("scan") == ("scan", "per-tensor", "known-finite")
+    assert {"constant", "linear", "cosine"} <= set(abi.choices("schedule"))
     with pytest.raises(ValueError, match="nonsense"):
-        _abi.choices("nonsense")
+        abi.choices("nonsense")
 
 
 def test_names_and_recipes():
     header = (SOURCE / "include/halfstep.h").read_text()
-    assert _abi.version() == ".".join(re.findall(r"#define HALFSTEP_VERSION_[A-Z]+ +(\d+)", header))
-    assert _abi.name_id("layer.weight") == 0x3E70BD8E9D8D95BA and _abi.name_id(
+    assert abi.version() == ".".join(re.findall(r"#define HALFSTEP_VERSION_[A-Z]+ +(\d+)", header))
+    assert abi.name_id("layer.weight") == 0x3E70BD8E9D8D95BA and abi.name_id(
         "Größe"
-    ) != _abi.name_id("Groesse")
-    assert _abi.recipe_full("adamw/bf16-sr/int8") == "adamw/bf16-sr/int8"
-    assert _abi.recipe_full("adan") == "adan/f32/f32"
-    taken = _abi.forecast(("adamw/bf16-kahan/int8", {"ndim": 2, "rows": 64, "row_length": 64}, 1))
+    ) != abi.name_id("Groesse")
+    assert abi.recipe_full("adamw/bf16-sr/int8") == "adamw/bf16-sr/int8"
+    assert abi.recipe_full("adan") == "adan/f32/f32"
+    taken = abi.forecast(("adamw/bf16-kahan/int8", {"ndim": 2, "rows": 64, "row_length": 64}, 1))
     assert (taken.weights, taken.weight_extras, taken.states) == (
         8192,
         8192,
         2 * (4096 + 64 * 64 // 32 * 2),
     )
     for wrong in ("adamx", "adamw/bf17", "adamw/bf16/int8/int8", "", "adamw/int8"):
-        with pytest.raises(_abi.HalfstepError, match=re.escape(f"'{wrong}'")) as caught:
-            _abi.recipe_full(wrong)
+        with pytest.raises(abi.HalfstepError, match=re.escape(f"'{wrong}'")) as caught:
+            abi.recipe_full(wrong)
         assert isinstance(caught.value, ValueError) and caught.value.code < 0
     with pytest.raises(ValueError, match="-1 rows of 4"):
-        _abi.forecast(("adamw", {"ndim": 2, "rows": -1, "row_length": 4}, 1))
+        abi.forecast(("adamw", {"ndim": 2, "rows": -1, "row_length": 4}, 1))
 
 
 # ---- Calls and errors ----------------------------------------------------------------------------
@@ -207,11 +205,11 @@ class Handle:
 
     def __init__(self, recipe="adamw", shape=(8,), **options):
         self.o, self.group, self.tensor = ctypes.c_void_p(), ctypes.c_int32(), ctypes.c_int32()
-        options = _abi.Options.new(**{"threads": 1, "seed": 5, **options})
+        options = abi.Options.new(**{"threads": 1, "seed": 5, **options})
         self.call("create", ctypes.byref(options), ctypes.byref(self.o), handle=False)
         self.call("add_group", recipe.encode(), ctypes.byref(self.group))
         rows, length = (*shape, 1)[:2]
-        tensor = _abi.Tensor.new(
+        tensor = abi.Tensor.new(
             group=self.group.value,
             name=b"w",
             ndim=len(shape),
@@ -223,13 +221,13 @@ class Handle:
 
     def call(self, name, *arguments, handle=True):
         arguments = (self.o, *arguments) if handle else arguments
-        _abi.check(getattr(_abi.lib, "halfstep_" + name)(*arguments), self.o if handle else None)
+        abi.check(getattr(abi.lib, "halfstep_" + name)(*arguments), self.o if handle else None)
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
-        _abi.lib.halfstep_destroy(self.o)
+        abi.lib.halfstep_destroy(self.o)
 
 
 def pointers_to(*arrays):
@@ -244,7 +242,7 @@ def test_a_step_through_the_mirror_is_adamw():
             h.call("set_hyper", h.group, name.encode(), value)
         h.call("allocate_states")
         step = ctypes.c_float(-1)
-        places = _abi.RecordPlaces.new(step=ctypes.addressof(step))
+        places = abi.RecordPlaces.new(step=ctypes.addressof(step))
         h.call("bind_record", h.tensor, ctypes.byref(places))
         weight = (ctypes.c_float * 8)(*[float(i) for i in range(8)])
         gradient = (ctypes.c_float * 8)(*[1.0, -1.0] * 4)
@@ -256,22 +254,22 @@ def test_a_step_through_the_mirror_is_adamw():
             [i - 0.125 * (-1) ** i - 0.0625 * i for i in range(8)], abs=1e-6
         )
 
-        info = _abi.SlotInfo.new()
-        h.call("get_slot_info", h.tensor, _abi.SLOT_STATE, ctypes.byref(info))
+        info = abi.SlotInfo.new()
+        h.call("get_slot_info", h.tensor, abi.SLOT_STATE, ctypes.byref(info))
         assert (info.name, info.code_bytes, info.extra_bytes) == (b"exp_avg", 32, 0) and info.code
         moment = (ctypes.c_float * 8)()
-        h.call("read_slot", h.tensor, _abi.SLOT_STATE, None, 0, 8, moment)
+        h.call("read_slot", h.tensor, abi.SLOT_STATE, None, 0, 8, moment)
         assert list(moment) == [0.25, -0.25] * 4
-        counters = _abi.Record.new(kind=_abi.RECORD_TENSOR, index=h.tensor.value)
+        counters = abi.Record.new(kind=abi.RECORD_TENSOR, index=h.tensor.value)
         h.call("get_record", ctypes.byref(counters))
-        assert (counters.state_steps, counters.full_steps, counters.id) == (1, 1, _abi.name_id("w"))
+        assert (counters.state_steps, counters.full_steps, counters.id) == (1, 1, abi.name_id("w"))
 
         gradient[3] = math.nan
         before = list(weight)
-        assert _abi.lib.halfstep_step(h.o, *pointers) == _abi.NONFINITE
+        assert abi.lib.halfstep_step(h.o, *pointers) == abi.NONFINITE
         assert (
             list(weight) == before
-            and _abi.lib.halfstep_nonfinite_tensor(h.o, None) == b"w"
+            and abi.lib.halfstep_nonfinite_tensor(h.o, None) == b"w"
             and step.value == 1
         )
 
@@ -279,7 +277,7 @@ def test_a_step_through_the_mirror_is_adamw():
 def test_a_host_can_lend_its_threads():
     calls = []
 
-    @_abi.RunTasks
+    @abi.RunTasks
     def run(host, task, argument, n):
         calls.append(n)
         for i in range(n):
@@ -294,22 +292,22 @@ def test_a_host_can_lend_its_threads():
     assert sum(calls) > 1 and set(weight) == {-0.5}
 
 
-@pytest.mark.parametrize("rule", list(_abi.rules))
+@pytest.mark.parametrize("rule", list(abi.rules))
 def test_numbers_out_of_bounds_are_value_errors(rule):
     with Handle(rule) as h:
-        for hyper in _abi.rules[rule].hypers.values():
-            group = _abi.ALL_GROUPS if hyper.per_optimizer else h.group
+        for hyper in abi.rules[rule].hypers.values():
+            group = abi.ALL_GROUPS if hyper.per_optimizer else h.group
             largest, above = hyper.maximum, math.nextafter(hyper.maximum, math.inf)
             if hyper.exclusive_maximum:
                 largest, above = math.nextafter(hyper.maximum, 0), hyper.maximum
             below = math.nextafter(hyper.minimum, -math.inf)
             wrong = [math.nan, math.inf, -math.inf, below, above]
             right = [hyper.minimum, hyper.initial, largest]
-            if hyper.name == "cautious" and not _abi.rules[rule].cautious:
+            if hyper.name == "cautious" and not abi.rules[rule].cautious:
                 right = [0.0]
                 with pytest.raises(ValueError, match=f"{rule} cannot be cautious: ") as caught:
                     h.call("set_hyper", group, b"cautious", 1.0)
-                assert caught.value.code == _abi.ERROR_UNSUPPORTED
+                assert caught.value.code == abi.ERROR_UNSUPPORTED
             for value in right:
                 h.call("set_hyper", group, hyper.name.encode(), value)
                 kept = ctypes.c_double()
@@ -319,40 +317,40 @@ def test_numbers_out_of_bounds_are_value_errors(rule):
             for value in wrong:
                 with pytest.raises(ValueError, match=hyper.name) as caught:
                     h.call("set_hyper", group, hyper.name.encode(), value)
-                assert caught.value.code == _abi.ERROR_RANGE
+                assert caught.value.code == abi.ERROR_RANGE
 
 
 def test_errors_have_the_promised_classes():
     for code in (
-        _abi.ERROR_ARGUMENT,
-        _abi.ERROR_NAME,
-        _abi.ERROR_RANGE,
-        _abi.ERROR_SHAPE,
-        _abi.ERROR_DUPLICATE,
-        _abi.ERROR_UNSUPPORTED,
+        abi.ERROR_ARGUMENT,
+        abi.ERROR_NAME,
+        abi.ERROR_RANGE,
+        abi.ERROR_SHAPE,
+        abi.ERROR_DUPLICATE,
+        abi.ERROR_UNSUPPORTED,
     ):
         with pytest.raises(ValueError) as caught:
-            _abi.check(code)
-        assert isinstance(caught.value, _abi.HalfstepError) and caught.value.code == code
+            abi.check(code)
+        assert isinstance(caught.value, abi.HalfstepError) and caught.value.code == code
     with pytest.raises(MemoryError) as caught:
-        _abi.check(_abi.ERROR_MEMORY)
-    assert isinstance(caught.value, _abi.HalfstepError)
-    with pytest.raises(_abi.HalfstepError, match="order") as caught:
-        _abi.check(_abi.ERROR_ORDER)
+        abi.check(abi.ERROR_MEMORY)
+    assert isinstance(caught.value, abi.HalfstepError)
+    with pytest.raises(abi.HalfstepError, match="order") as caught:
+        abi.check(abi.ERROR_ORDER)
     assert isinstance(caught.value, RuntimeError) and not isinstance(caught.value, ValueError)
-    _abi.check(_abi.OK)
-    with Handle() as h, pytest.raises(_abi.HalfstepError, match="unknown name: .*'lrr'"):
+    abi.check(abi.OK)
+    with Handle() as h, pytest.raises(abi.HalfstepError, match="unknown name: .*'lrr'"):
         h.call("set_hyper", h.group, b"lrr", 0.5)
 
 
 def test_errors_survive_pickling():
     import pickle
 
-    error = pickle.loads(pickle.dumps(_abi.HalfstepValueError("text", _abi.ERROR_NAME)))
+    error = pickle.loads(pickle.dumps(abi.HalfstepValueError("text", abi.ERROR_NAME)))
     assert (str(error), error.code, type(error)) == (
         "text",
-        _abi.ERROR_NAME,
-        _abi.HalfstepValueError,
+        abi.ERROR_NAME,
+        abi.HalfstepValueError,
     )
 
 
@@ -362,7 +360,7 @@ def test_errors_survive_pickling():
 def load(library):
     """Imports with that library in a process of its own, without torch. Returns "" or the
     exception."""
-    file = Path(_abi.__file__)
+    file = Path(abi.__file__)
     program = (
         "import importlib.util, sys\n"
         f"spec = importlib.util.spec_from_file_location('abi', {str(file)!r})\n"
@@ -393,7 +391,7 @@ def make_library(folder, text):
 
 def test_the_environment_names_the_library(tmp_path):
     copy = tmp_path / "copy.so"
-    shutil.copy(_abi.path, copy)
+    shutil.copy(abi.path, copy)
     assert load(copy) == ""
 
 
@@ -409,10 +407,10 @@ def test_a_library_that_cannot_be_loaded(tmp_path):
 @pytest.mark.parametrize(
     "text, words",
     [
-        ("int halfstep_abi(void) { return 999; }", ["ABI 999", f"needs {_abi.ABI}"]),
+        ("int halfstep_abi(void) { return 999; }", ["ABI 999", f"needs {abi.ABI}"]),
         ("int unrelated(void) { return 1; }", ["not the halfstep library"]),
         (
-            f"int halfstep_abi(void) {{ return {_abi.ABI}; }}",
+            f"int halfstep_abi(void) {{ return {abi.ABI}; }}",
             ["halfstep_version", "older"],
         ),
     ],

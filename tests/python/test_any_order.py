@@ -22,7 +22,7 @@ from conftest import (
     weights_of,
 )
 
-from halfstep import _abi
+from halfstep._library import abi
 
 
 def disturb(kind, opt, params, generator):
@@ -128,7 +128,7 @@ def test_any_order_of_harmless_things(seed):
         params, opt = make(rule, recipe, lr=0.02, weight_decay=0.1)
     others, reference = make(rule, recipe, lr=0.02, weight_decay=0.1)
     done = []
-    alone = not _abi.rules[rule].totals  # whether a tensor can be stepped by itself
+    alone = not abi.rules[rule].totals  # whether a tensor can be stepped by itself
     for step in range(8):
         for _ in range(3):
             done.append(one_of(name for name in DISTURBANCES if alone or "release" not in name))

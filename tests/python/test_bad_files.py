@@ -10,7 +10,7 @@ from conftest import everything, run, saved, set_gradients, twins, weights_of
 from test_errors import sound
 
 import halfstep
-from halfstep import _layout
+from halfstep._states import layout
 
 
 def altered(change):
@@ -46,9 +46,7 @@ BAD_FILES = {
     "a negative learning rate": altered(lambda f: f["param_groups"][0].update(lr=-1.0)),
     "betas out of bounds": altered(lambda f: f["param_groups"][0].update(betas=(0.9, 1.5))),
     "an unknown recipe": first_state("recipe", torch.tensor(99)),
-    "another rule": first_state(
-        "recipe", torch.tensor(_layout.pack_recipe("lion/bf16-sr/bf16-sr"))
-    ),
+    "another rule": first_state("recipe", torch.tensor(layout.pack_recipe("lion/bf16-sr/bf16-sr"))),
     "a negative step": first_state("step", torch.tensor(-3.0)),
     "not even a dictionary": lambda file: [1, 2],
 }

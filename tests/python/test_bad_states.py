@@ -22,7 +22,7 @@ from conftest import (
 )
 
 import halfstep
-from halfstep import _layout
+from halfstep._states import layout
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -314,7 +314,7 @@ def test_ids_that_two_parameters_have():
 def test_recipes_of_another_rule(recipe):
     refused(
         "int8",
-        of_matrix("recipe", torch.tensor(_layout.pack_recipe(recipe))),
+        of_matrix("recipe", torch.tensor(layout.pack_recipe(recipe))),
         f"matrix.*{recipe}.*adamw",
     )
 
@@ -323,7 +323,7 @@ def test_recipes_of_another_rule(recipe):
     "recipe", ["adamw/bf16-kahan/int4", "adamw/bf16-ecc8/int8", "adamw/bf16-kahan/f32"]
 )
 def test_recipes_of_other_tensors(recipe):
-    refused("int8", of_matrix("recipe", torch.tensor(_layout.pack_recipe(recipe))))
+    refused("int8", of_matrix("recipe", torch.tensor(layout.pack_recipe(recipe))))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from halfstep import _abi
+from halfstep._library import abi
 
 BENCH = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "bench")
 sys.path.insert(0, BENCH)
@@ -160,7 +160,7 @@ def test_bytes_are_those_that_are_held(report):
     one = report["results"]["one"]
     ((rows, length),) = peers.one_shape(65536)
     shape = {"ndim": 2, "rows": rows, "row_length": length}
-    states = _abi.forecast(("adamw/bf16-sr/int8", shape, 1)).states
+    states = abi.forecast(("adamw/bf16-sr/int8", shape, 1)).states
     # Besides, each tensor has its counts, its id, its recipe and the grid of v: 52 bytes. torch has
     # 4 for its steps.
     n = rows * length
@@ -314,7 +314,7 @@ def test_averages():
 def test_every_recipe_is_measured_by_default():
     recipes = traps.our_recipes("all")
     assert len(recipes) == len(set(recipes)) and set(common.RECIPES) <= set(recipes)
-    weights = {name for name, form in _abi.formats.items() if form.roles & _abi.ROLE_WEIGHT}
+    weights = {name for name, form in abi.formats.items() if form.roles & abi.ROLE_WEIGHT}
     assert {recipe.split("/")[1] for recipe in recipes} == weights
 
 

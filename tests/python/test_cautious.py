@@ -16,11 +16,11 @@ from conftest import (
 from test_new_rules import adopt_clip, check
 
 import halfstep
-from halfstep import _abi
+from halfstep._library import abi
 
 pytorch_optimizer = pytest.importorskip("pytorch_optimizer")
 
-CAUTIOUS = [rule for rule in _abi.rules if _abi.rules[rule].cautious]
+CAUTIOUS = [rule for rule in abi.rules if abi.rules[rule].cautious]
 
 
 def authors_scale(update, grad):
@@ -80,11 +80,11 @@ def test_pytorch_optimizer_s(monkeypatch, name, rate, ours_has, theirs_has):
     check(getattr(halfstep, name), {**common, **ours_has}, peer, {**common, **theirs_has})
 
 
-@pytest.mark.parametrize("rule", _abi.rules)
+@pytest.mark.parametrize("rule", abi.rules)
 def test_who_has_it(rule):
     """Every class whose rule has a sign to compare has the option. Other classes and groups refuse
     it."""
-    if _abi.rules[rule].raw_gradient:
+    if abi.rules[rule].raw_gradient:
         return
     p = torch.nn.Parameter(torch.ones(4, 40))
     if rule in CAUTIOUS:

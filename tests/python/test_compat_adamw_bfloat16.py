@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import bits, everything, parameters, run, saved, set_gradients, streams, twins
 
-from halfstep import _abi, _calls
+from halfstep._library import abi, calls
 from halfstep.compat import adamw_bfloat16
 from halfstep.compat.adamw_bfloat16 import LR, AdamW_BF16
 
@@ -129,22 +129,22 @@ def test_lr_has_the_published_values():
 )
 def test_the_library_follows_lr(lr):
     handle, group, value = ctypes.c_void_p(), ctypes.c_int32(), ctypes.c_double()
-    _abi.check(_abi.lib.halfstep_create(None, ctypes.byref(handle)))
+    abi.check(abi.lib.halfstep_create(None, ctypes.byref(handle)))
     try:
-        _abi.check(_abi.lib.halfstep_add_group(handle, b"adamw-delayed", ctypes.byref(group)))
-        _abi.check(_abi.lib.halfstep_set_choice(handle, group, b"schedule", b"inverse-power"))
+        abi.check(abi.lib.halfstep_add_group(handle, b"adamw-delayed", ctypes.byref(group)))
+        abi.check(abi.lib.halfstep_set_choice(handle, group, b"schedule", b"inverse-power"))
         for name, number in (
             (b"lr", lr.lr),
             (b"warmup_steps", lr.preheat_steps),
             (b"power", lr.decay_power),
         ):
-            _abi.check(_abi.lib.halfstep_set_hyper(handle, group, name, float(number)))
+            abi.check(abi.lib.halfstep_set_hyper(handle, group, name, float(number)))
         for step in range(1, 12001):
-            _calls.change(handle, _abi.RECORD_GROUP, group.value, steps=step - 1)
-            _abi.check(_abi.lib.halfstep_current_lr(handle, group, ctypes.byref(value)))
+            calls.change(handle, abi.RECORD_GROUP, group.value, steps=step - 1)
+            abi.check(abi.lib.halfstep_current_lr(handle, group, ctypes.byref(value)))
             assert math.isclose(value.value, lr(step), rel_tol=1e-14), step
     finally:
-        _abi.lib.halfstep_destroy(handle)
+        abi.lib.halfstep_destroy(handle)
 
 
 def test_the_steps_of_an_optimizer_follow_lr():

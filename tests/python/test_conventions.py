@@ -35,7 +35,7 @@ from conftest import (
 from torch.nn import Parameter
 
 import halfstep
-from halfstep import _abi, _signatures
+from halfstep._library import abi, signatures
 
 # ---- The classes ---------------------------------------------------------------------------------
 
@@ -45,7 +45,7 @@ def test_every_rule_has_a_class(rule):
     cls = class_of(rule)
     assert issubclass(cls, torch.optim.Optimizer) and issubclass(cls, halfstep.Optimizer)
     assert cls.rule == rule
-    assert cls.__name__ == _abi.rules[rule].label
+    assert cls.__name__ == abi.rules[rule].label
     assert cls.__doc__ and "lr" in cls.__doc__
     assert cls.__module__.startswith("halfstep")
     params = parameters()
@@ -56,7 +56,7 @@ def test_every_rule_has_a_class(rule):
 
 def test_classes_are_public():
     for rule in RULES:
-        assert _abi.rules[rule].label in halfstep.__all__
+        assert abi.rules[rule].label in halfstep.__all__
     assert halfstep.RMSprop is halfstep.RMSProp
 
 
@@ -65,7 +65,7 @@ NAMESAKES = {
     rule: theirs
     for name, theirs in vars(torch.optim).items()
     for rule in RULES
-    if isinstance(theirs, type) and name.lower() == _abi.rules[rule].label.lower()
+    if isinstance(theirs, type) and name.lower() == abi.rules[rule].label.lower()
 }
 
 
@@ -106,14 +106,14 @@ def test_defaults_hold_in_groups(rule):
 def test_defaults_are_those_of_the_table(rule):
     _, opt = make(rule)
     group = opt.param_groups[0]
-    for name, hyper in _abi.rules[rule].hypers.items():
+    for name, hyper in abi.rules[rule].hypers.items():
         if name.startswith("beta") and name[4:].isdigit() and "betas" in group:
             assert group["betas"][int(name[4:]) - 1] == hyper.initial, name
         elif (
             name in group and (rule, name) != ("adafactor", "eps") and rule != "muon"
         ):  # which torch calls otherwise
             assert group[name] == hyper.initial, name
-    assert opt.defaults["lr"] == _abi.rules[rule].hypers["lr"].initial
+    assert opt.defaults["lr"] == abi.rules[rule].hypers["lr"].initial
 
 
 # ---- Keywords and help ---------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def common_options():
     """Returns names and defaults of what Optimizer takes itself and of what all rules may have."""
     keywords = inspect.signature(halfstep.Optimizer.__init__).parameters.values()
     own = {p.name: p.default for p in keywords if p.kind is p.KEYWORD_ONLY}
-    return {**dict.fromkeys(_signatures.COMMON, 0), **own}
+    return {**dict.fromkeys(signatures.COMMON, 0), **own}
 
 
 def described(text):
@@ -153,7 +153,7 @@ def test_a_keyword_means_the_same_in_every_class():
             if p.name in common:
                 assert p.default == common[p.name], (name, p.name)
                 continue
-            sentence = _signatures.title_of(_abi.rules[cls.rule], p.name)
+            sentence = signatures.title_of(abi.rules[cls.rule], p.name)
             if p.name in SENTENCES:
                 assert re.search(SENTENCES[p.name], sentence), (name, p.name, sentence)
             elif p.name not in HOMONYMS:
@@ -162,7 +162,7 @@ def test_a_keyword_means_the_same_in_every_class():
                 assert types.setdefault(p.name, type(p.default)) is type(p.default), (name, p.name)
         names = {p.name for p in parameters}
         missing = common.keys() - names
-        assert missing <= {"cautious"} and ("cautious" in names) == _abi.rules[cls.rule].cautious
+        assert missing <= {"cautious"} and ("cautious" in names) == abi.rules[cls.rule].cautious
 
 
 def test_each_option_is_described_once():
@@ -249,7 +249,7 @@ def test_errors_of_construction(rule):
         cls([p], differentiable=True)
 
 
-@pytest.mark.parametrize("rule", [r for r in RULES if "eps" in _abi.rules[r].hypers])
+@pytest.mark.parametrize("rule", [r for r in RULES if "eps" in abi.rules[r].hypers])
 def test_error_of_eps(rule):
     eps, words = -1.0, "Invalid epsilon value: -1"
     if rule == "adafactor":
@@ -263,7 +263,7 @@ def test_errors_of_options_whose_values_have_names():
     for rule in RULES:
         cls = class_of(rule)
         own = cls([p]).defaults
-        for name in (h.name for h in _abi.rules[rule].hypers.values() if h.words):
+        for name in (h.name for h in abi.rules[rule].hypers.values() if h.words):
             if not isinstance(own.get(name), str):
                 continue
             tried.append(name)
@@ -276,7 +276,7 @@ def test_errors_of_options_whose_values_have_names():
 
 
 @pytest.mark.parametrize(
-    "rule", [r for r in RULES if {"beta1", "beta2"} <= _abi.rules[r].hypers.keys() and r != "muon"]
+    "rule", [r for r in RULES if {"beta1", "beta2"} <= abi.rules[r].hypers.keys() and r != "muon"]
 )
 def test_errors_of_betas(rule):
     p = Parameter(torch.randn(3, 3))
@@ -296,7 +296,7 @@ def test_errors_of_betas(rule):
         cls([p], betas=(*good, 0.5))
 
 
-@pytest.mark.parametrize("rule", [r for r in RULES if "momentum" in _abi.rules[r].hypers])
+@pytest.mark.parametrize("rule", [r for r in RULES if "momentum" in abi.rules[r].hypers])
 def test_error_of_momentum(rule):
     with pytest.raises(ValueError, match="Invalid momentum value: -0.5"):
         class_of(rule)([Parameter(torch.randn(3, 3))], momentum=-0.5)
@@ -328,7 +328,7 @@ OTHER_VALUES = {
 
 def other_value(rule, key, value):
     """Returns another legal value for an option."""
-    hypers = _abi.rules[rule].hypers
+    hypers = abi.rules[rule].hypers
     if key in OTHER_VALUES:
         return OTHER_VALUES[key]
     if key == "decay":
@@ -376,7 +376,7 @@ BASE = {
 def own_options(rule, options):
     """Returns the options of the group that belong to the rule: the table's and torch's names for
     them."""
-    hypers = _abi.rules[rule].hypers
+    hypers = abi.rules[rule].hypers
     names = {"betas", "lr", "weight_decay", "maximize", "centralize", "decay"}
     names |= {"decoupled_weight_decay", "ns_coefficients", "adjust_lr_fn"}
     schedule = {"reference_lr", "warmup_steps", "total_steps", "final_fraction", "decay_start"}
@@ -400,9 +400,7 @@ def test_each_option_can_be_set_for_a_group(rule):
     shapes = {"w": (6, 40), "b": (9,)}
     tried = own_options(rule, cls(list(parameters(shapes=shapes).items()), **base).param_groups[0])
     assert {"lr", "weight_decay", "maximize"} <= set(tried)
-    assert len(tried) >= 3 + ("beta1" in _abi.rules[rule].hypers) + (
-        "eps" in _abi.rules[rule].hypers
-    )
+    assert len(tried) >= 3 + ("beta1" in abi.rules[rule].hypers) + ("eps" in abi.rules[rule].hypers)
     plain_params = parameters(shapes=shapes)
     plain_opt = cls(plain_params.items(), **base)
     run(plain_opt, plain_params, 0, 8)
@@ -507,7 +505,7 @@ def test_named_parameters(recipe):
     for m, opt in zip(modules, opts):
         run(opt, m, 0, 3)
         assert weights_of(m) == weights_of(modules[0])
-        assert ids(opt) == [_abi.name_id(n) for n in names]
+        assert ids(opt) == [abi.name_id(n) for n in names]
 
 
 def test_groups_of_any_kind():
@@ -566,7 +564,7 @@ def test_a_reload_is_refused_and_changes_nothing():
     params, opt = make("adamw", "ecc8-int8")
     run(opt, params, 0, 2)
     with pytest.raises(ImportError, match="restart Python"):
-        importlib.reload(_abi)
+        importlib.reload(abi)
     others, other = make("adamw", "ecc8-int8")
     run(other, others, 0, 2)
     for o, its in ((opt, params), (other, others)):

@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from torch import nn
 from torch.nn import Parameter
 
 import halfstep
-from halfstep import _abi, _devices
+from halfstep._library import abi
+from halfstep._tensors import devices
 
 SHAPES = {
     **{"body.weight": (24, 96), "head.weight": (17, 50), "body.bias": (33,), "scale": ()},
@@ -66,12 +68,12 @@ def pair(gpu, cls, dtype=torch.float32, shapes=None, device=0, **options):
 def give(gpu, params, given, asynchronous=True):
     for name, g in given.items():
         p = params[name]
-        if _devices.of(p).type == "cpu":
+        if devices.of(p).type == "cpu":
             p.grad = g.clone()
         elif p.grad is None:
-            p.grad = gpu.tensor(torch.zeros_like(g) if asynchronous else g, _devices.of(p).index)
+            p.grad = gpu.tensor(torch.zeros_like(g) if asynchronous else g, devices.of(p).index)
     for name, g in given.items():
-        if _devices.of(params[name]).type == "cuda" and asynchronous:
+        if devices.of(params[name]).type == "cuda" and asynchronous:
             gpu.later(params[name].grad, g)
 
 
@@ -112,10 +114,10 @@ def same_steps(gpu, both, first, last):
 
 @recipes
 @pytest.mark.parametrize("cut", [{"split": [12, 5, 7]}, {"heads": 4}], ids=("split", "heads"))
-@pytest.mark.parametrize("rule", [rule.name for rule in _abi.rules.values() if rule.matrix])
+@pytest.mark.parametrize("rule", [rule.name for rule in abi.rules.values() if rule.matrix])
 def test_blocks_of_rows_on_a_gpu(gpu, rule, cut, recipe):
     dtype, options = RECIPES[recipe]
-    if "exact" in _abi.rules[rule].hypers:
+    if "exact" in abi.rules[rule].hypers:
         options = {**options, "exact": True}
     shapes = {"qkv": (24, 96), "narrow": (24, 7), "experts": (3, 24, 40)}
     same_steps(gpu, pair(gpu, class_of(rule), dtype, shapes, **cut, **options), 1, 4)
@@ -125,7 +127,7 @@ def test_blocks_of_rows_on_a_gpu(gpu, rule, cut, recipe):
 @recipes
 def test_the_bits_of_the_processor(gpu, rule, recipe):
     dtype, options = RECIPES[recipe]
-    if "exact" in _abi.rules[rule].hypers:
+    if "exact" in abi.rules[rule].hypers:
         options = {**options, "exact": True}
     both = pair(gpu, class_of(rule), dtype, **options)
     same_steps(gpu, both, 1, 5)
@@ -135,7 +137,7 @@ def test_the_bits_of_the_processor(gpu, rule, recipe):
         for key, tensor in opt.state[p].items():
             number = tensor.dim() == 0 and tensor.dtype in (torch.int64, torch.float64)
             place = "cpu" if key == "step" or number else "cuda"
-            assert _devices.of(tensor).type == place, key
+            assert devices.of(tensor).type == place, key
 
 
 @pytest.mark.parametrize(
@@ -377,7 +379,7 @@ def test_reading_and_writing(gpu):
         p = params["body.weight"]
         opt.write_weight(p, opt.read_weight(p) * 0.5)
         opt.write_state(p, "exp_avg", opt.read_state(p, "exp_avg") * 0.25)
-        assert _devices.of(opt.read_weight(p)) == _devices.of(p)
+        assert devices.of(opt.read_weight(p)) == devices.of(p)
         values = [gpu.read(opt.read_weight(p)), gpu.read(opt.read_state(p, "exp_avg"))]
         found.append(plain([*values, opt.memory(), opt.fell_back(), str(opt).count("\n")]))
     assert found[0] == found[1]
@@ -652,17 +654,17 @@ def unusable(driver):
         gpu.install(patch)
     else:
         patch.setattr(
-            _devices,
+            devices,
             "of",
             lambda tensor: torch.device("cuda", 0) if tensor.shape == p.shape else tensor.device,
         )
-        patch.setattr(_devices, "stream", lambda device: None)
-        patch.setattr(_devices, "capturing", lambda device: False)
+        patch.setattr(devices, "stream", lambda device: None)
+        patch.setattr(devices, "capturing", lambda device: False)
     p.grad = gpu.tensor(torch.ones(3, 5)) if driver else torch.ones(3, 5)
     opt = halfstep.AdamW([p])
     with pytest.raises(halfstep.HalfstepError) as raised:
         opt.step()
-    assert raised.value.code == _abi.ERROR_DEVICE and not opt.state and bool((p == 1).all())
+    assert raised.value.code == abi.ERROR_DEVICE and not opt.state and bool((p == 1).all())
     q = Parameter(torch.ones(4))
     q.grad = torch.ones(4)
     halfstep.AdamW([q]).step()
@@ -723,7 +725,7 @@ def failing():
     ):
         with pytest.raises(halfstep.HalfstepError, match="CUDA_ERROR_ILLEGAL_ADDRESS") as raised:
             ask()
-        assert raised.value.code == _abi.ERROR_DEVICE
+        assert raised.value.code == abi.ERROR_DEVICE
     before = plain([p.detach().clone() for p in here.values()])
     give(gpu, here, gradients(here, 3))
     plain_opt.step()
@@ -751,9 +753,9 @@ def test_what_differs_is_asked_of_one_module():
     folder = os.path.dirname(halfstep.__file__)
     asked = [
         f"{name}: {word}"
-        for name in os.listdir(folder)
-        if name.endswith(".py") and name != "_devices.py"
+        for name in Path(folder).rglob("*.py")
+        if name.name != "devices.py"
         for word in ("torch.cuda.", ".record_stream(")
-        if word in open(os.path.join(folder, name)).read()
+        if word in name.read_text()
     ]
     assert not asked

@@ -11,7 +11,7 @@ from conftest import RECIPES, bits, plain, saved
 from torch import nn
 
 import halfstep
-from halfstep import _abi
+from halfstep._library import abi
 from halfstep.compat import flashoptim, lamb16, optimi, torchao
 
 ROOT = os.path.dirname(halfstep.__file__)
@@ -68,11 +68,11 @@ def training(recipe, device, default, release):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 96), nn.LayerNorm(96), nn.Linear(96, 32)).to(dtype)
     batches = [torch.randn(8, 64).to(dtype) for _ in range(8)]
-    first, state = model[0].weight, _abi.rules[rule].states[0].name
+    first, state = model[0].weight, abi.rules[rule].states[0].name
     try:
         torch.set_default_dtype(default)
         torch.set_default_device(device)
-        opt = getattr(halfstep, _abi.rules[rule].label)(
+        opt = getattr(halfstep, abi.rules[rule].label)(
             model.named_parameters(), lr=1e-3, seed=1, gradient_release=release, **formats
         )
         ema = halfstep.EMA(

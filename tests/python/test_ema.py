@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import halfstep
-from halfstep import _abi
+from halfstep._library import abi
 from halfstep.ema import EMA
 
 FORMATS = ["bf16-sr", "bf16-kahan", "bf16-ecc8", "bf16-ecc16", "f32"]
@@ -328,7 +328,7 @@ def test_names_key_the_random_bits():
     assert one["a"] == renamed["a"] and one["b"] != renamed["c"]
     assert movements(models[0], seed=1)["a"] != one["a"]
     assert movements(models[0], threads=3) == one
-    generators = _abi.choices("generator")
+    generators = abi.choices("generator")
     others = [movements(models[0], generator=generator)["a"] for generator in generators]
     assert others[0] == one["a"] and len(set(others)) == len(others)
 

@@ -12,9 +12,9 @@ import torch
 from common import ROOT
 from conftest import randn
 
-from halfstep import _abi, _calls
-from halfstep._abi import invoke, lib
-from halfstep._handles import Handle, read_rows
+from halfstep._library import abi, calls
+from halfstep._library.abi import invoke, lib
+from halfstep._states.handles import Handle, read_rows
 
 ROOT = pathlib.Path(ROOT)
 sys.path.append(str(ROOT / "site"))
@@ -126,7 +126,7 @@ def rate(rule, t):
 
 def start_of(name):
     """Returns where adamw-delayed starts: the top bits of splitmix64's finalizer of the id."""
-    z = _abi.name_id(name)
+    z = abi.name_id(name)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         z = (z ^ z >> shift) * factor % 2**64
     return ((z ^ z >> 31) >> 11) * 2.0**-53
@@ -135,7 +135,7 @@ def start_of(name):
 def options_of(rule, options):
     """Returns the value of every own hyper-parameter of a rule, words for those that have them."""
     found = {}
-    for name, hyper in _abi.rules[rule].hypers.items():
+    for name, hyper in abi.rules[rule].hypers.items():
         initial = hyper.words[int(hyper.initial)] if hyper.words else hyper.initial
         found[name] = {**BASE.get(rule, {}), **options}.get(name, initial)
     return found
@@ -153,7 +153,7 @@ def by_equations(rule, shape, mode, options, text=None):
         own = (hypers["ns_a"], hypers["ns_b"], hypers["ns_c"])
         hypers["coefficients"] = COEFFICIENTS.get(hypers["ns_coefficients"], [own] * steps)
     w = randn(shape, 0).double()
-    weights = [s.name for s in _abi.rules[rule].states if s.name in ("slow", "z", "p0")]
+    weights = [s.name for s in abi.rules[rule].states if s.name in ("slow", "z", "p0")]
     values = {**hypers, **FUNCTIONS, "elements": w.numel()}
     values.update(weight_decay=0.1, reference_lr=REFERENCE)
     every = int(hypers.get("slice_p", 1))
@@ -170,8 +170,8 @@ def by_equations(rule, shape, mode, options, text=None):
 def by_library(rule, shape, mode, options):
     """Returns the same as by_equations() from the library, without states that are not stored."""
     handle = Handle(1, 0)
-    recipe = f"{rule}/f32/f32" if _abi.rules[rule].states else f"{rule}/f32"
-    index = handle.add(recipe, NAME, _abi.name_id(NAME), shape, "f32")
+    recipe = f"{rule}/f32/f32" if abi.rules[rule].states else f"{rule}/f32"
+    index = handle.add(recipe, NAME, abi.name_id(NAME), shape, "f32")
     given = {**BASE.get(rule, {}), **options}
     handle.set(decay=mode, weight_decay=0.1, reference_lr=REFERENCE, **given)
     invoke(lib.halfstep_allocate_states, handle)
@@ -182,20 +182,20 @@ def by_library(rule, shape, mode, options):
         pointers = [(c_void_p * 1)(x.data_ptr()) for x in (w, g)]
         invoke(lib.halfstep_step, handle, *pointers)
     states = {}
-    for i, state in enumerate(_abi.rules[rule].states):
-        info = _abi.SlotInfo.new()
-        slot = _abi.SLOT_STATE + i
+    for i, state in enumerate(abi.rules[rule].states):
+        info = abi.SlotInfo.new()
+        slot = abi.SLOT_STATE + i
         invoke(lib.halfstep_get_slot_info, handle, index, slot, info)
         if info.format >= 0:
             states[state.name] = read_rows(lib.halfstep_read_slot, handle, index, shape, slot, None)
-    record = _calls.read(handle, _abi.RECORD_TENSOR, index)
-    states.update(zip(_abi.rules[rule].scalars, map(double, record.scalar)))
+    record = calls.read(handle, abi.RECORD_TENSOR, index)
+    states.update(zip(abi.rules[rule].scalars, map(double, record.scalar)))
     return w, states
 
 
 def shapes_of(rule):
     """Returns the shapes that a rule steps by equations of their own."""
-    return [(20, 12), (12, 20), (24,)] if _abi.rules[rule].matrix else [(20, 12)]
+    return [(20, 12), (12, 20), (24,)] if abi.rules[rule].matrix else [(20, 12)]
 
 
 def compare(rule, mode, options, text=None):
@@ -216,8 +216,8 @@ def compare(rule, mode, options, text=None):
 
 def own_hypers(rule):
     """Returns the hyper-parameters that not all rules have."""
-    common = set.intersection(*(set(r.hypers) for r in _abi.rules.values()))
-    return [h for h in _abi.rules[rule].hypers.values() if h.name not in common]
+    common = set.intersection(*(set(r.hypers) for r in abi.rules.values()))
+    return [h for h in abi.rules[rule].hypers.values() if h.name not in common]
 
 
 def others_of(hyper):
@@ -233,7 +233,7 @@ def others_of(hyper):
 
 OPTIONS = [
     pytest.param(rule, hyper.name, value, id=f"{rule}-{hyper.name}-{value}")
-    for rule in _abi.rules
+    for rule in abi.rules
     for hyper in own_hypers(rule)
     for value in others_of(hyper)
 ]
@@ -241,16 +241,16 @@ OPTIONS = [
 
 def test_every_decay_mode_has_equations():
     # The sign of an update, which cautious decay asks for, is not a number of the equations.
-    assert {*equations.MODES, "cautious"} == {*_abi.choices("decay")}
+    assert {*equations.MODES, "cautious"} == {*abi.choices("decay")}
 
 
 def test_every_state_and_scalar_has_a_symbol():
-    assert HEADERS.keys() == _abi.rules.keys()
+    assert HEADERS.keys() == abi.rules.keys()
     for rule, name in HEADERS.items():
         read = equations.read(ROOT, name)
-        table = [s.name for s in _abi.rules[rule].states] + _abi.rules[rule].scalars
+        table = [s.name for s in abi.rules[rule].states] + abi.rules[rule].scalars
         assert sorted(read.symbols.values()) == sorted(table), name
-        constants = {*_abi.rules[rule].hypers, "t", "w", "g", "decay", "matrix"}
+        constants = {*abi.rules[rule].hypers, "t", "w", "g", "decay", "matrix"}
         changed = set(re.findall(r"^ *(\w+) = ", read.text, re.M))
         assert not changed & constants, (name, changed & constants)
         assert re.match(r"(for|to|first)\b.*\.$", read.use), name
@@ -266,10 +266,10 @@ def test_a_header_without_a_field_is_refused():
             equations.parse(bad, "x", None)
 
 
-@pytest.mark.parametrize("rule", _abi.rules)
+@pytest.mark.parametrize("rule", abi.rules)
 def test_the_library_computes_the_equations(rule):
     for mode in equations.MODES:
-        if mode != "l2" or not _abi.rules[rule].raw_gradient:
+        if mode != "l2" or not abi.rules[rule].raw_gradient:
             compare(rule, mode, {})
 
 
@@ -295,7 +295,7 @@ def test_a_wrong_equation_is_found(right, wrong):
 @pytest.mark.parametrize("rule, name, value", OPTIONS)
 def test_every_option_does_what_the_equations_say(rule, name, value):
     beside = BESIDE.get((rule, name), {})
-    mode = _abi.rules[rule].decay
+    mode = abi.rules[rule].decay
     compare(rule, mode, {**beside, name: value})
     apart = max(
         (

@@ -21,7 +21,7 @@ from conftest import (
 from torch.nn import Parameter
 
 import halfstep
-from halfstep import _abi
+from halfstep._library import abi
 
 # ---- Random bits ---------------------------------------------------------------------------------
 
@@ -29,7 +29,7 @@ from halfstep import _abi
 @rules
 @pytest.mark.parametrize("recipe", ["bf16-sr", "ecc8-int8", "sr-int4"])
 def test_one_optimizer_per_parameter_gives_the_bits_of_one_over_all(rule, recipe):
-    if _abi.rules[rule].totals:
+    if abi.rules[rule].totals:
         pytest.skip("sums over all parameters")
     params, opt = make(rule, recipe, lr=0.02)
     alone = twins(params)
@@ -89,7 +89,7 @@ def test_ids_survive_a_file():
     params, opt = make("adamw", "sr-int4")
     run(opt, params, 0, 1)
     kept = ids(opt)
-    assert kept == [_abi.name_id(n) for n in params]
+    assert kept == [abi.name_id(n) for n in params]
     fresh = twins(params)
     other = halfstep.AdamW(fresh.values(), states="int4")
     other.load_state_dict(saved(opt.state_dict()))
@@ -180,7 +180,7 @@ def test_read_and_write(rule, recipe):
         assert torch.equal(opt.read_weight(p), w)
         average = opt.read_average(p)
         assert average.shape == p.shape and average.dtype == torch.float32
-        assert _abi.rules[rule].average or torch.equal(average, w)
+        assert abi.rules[rule].average or torch.equal(average, w)
     p = params["body.weight"]
     with pytest.raises((KeyError, ValueError), match="no_such"):
         opt.read_state(p, "no_such")

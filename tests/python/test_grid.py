@@ -8,16 +8,16 @@ import torch
 from conftest import bits, set_gradients
 
 import halfstep
-from halfstep import _abi
+from halfstep._library import abi
 
 
 def has_grid(row):
-    info = _abi.FormatInfo.new()
-    _abi.check(_abi.lib.halfstep_get_format_info(row, byref(info)))
+    info = abi.FormatInfo.new()
+    abi.check(abi.lib.halfstep_get_format_info(row, byref(info)))
     return bool(info.grid)
 
 
-FORMATS = [f.name for f in _abi.formats.values() if has_grid(f.row)]
+FORMATS = [f.name for f in abi.formats.values() if has_grid(f.row)]
 KEY = "exp_avg_sq.grid"
 
 

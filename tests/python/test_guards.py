@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import halfstep
-from halfstep import _guards
+from halfstep._tensors import guards
 
 
 def parameters(n=5, dtype=torch.float32):
@@ -26,9 +26,9 @@ def plain(opt):
 
 
 def test_guards_work_with_this_torch():
-    assert _guards._works()
+    assert guards._works()
     with torch.no_grad():
-        check = _guards.guard([torch.zeros(3, 2), torch.zeros(5)])
+        check = guards.guard([torch.zeros(3, 2), torch.zeros(5)])
         assert check(torch.ones(3, 2), torch.ones(5))
         for other in (
             torch.zeros(2, 3),
@@ -43,8 +43,8 @@ def test_a_torch_without_them_compares_attributes(monkeypatch):
     results = []
     for there in (True, False):
         if not there:
-            monkeypatch.setattr(_guards, "_Guards", None)
-            monkeypatch.setattr(_guards, "_checked", None)
+            monkeypatch.setattr(guards, "_Guards", None)
+            monkeypatch.setattr(guards, "_checked", None)
         params = parameters()
         opt = halfstep.AdamW(params, lr=0.01, seed=3)
         for seed in range(4):
@@ -60,10 +60,10 @@ def test_one_that_is_wrong_is_not_relied_on(monkeypatch):
         def __init__(self, *tensors, **_):
             self.check = lambda *given: True
 
-    monkeypatch.setattr(_guards, "_Guards", Blind)
-    monkeypatch.setattr(_guards, "_checked", None)
-    assert _guards.guard([torch.zeros(2)]) is None
-    assert _guards.guard([torch.zeros(2)]) is None
+    monkeypatch.setattr(guards, "_Guards", Blind)
+    monkeypatch.setattr(guards, "_checked", None)
+    assert guards.guard([torch.zeros(2)]) is None
+    assert guards.guard([torch.zeros(2)]) is None
 
 
 @pytest.mark.parametrize(

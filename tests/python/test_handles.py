@@ -6,14 +6,14 @@ import pytest
 import torch
 from conftest import randn
 
-from halfstep import _abi
-from halfstep._abi import lib
-from halfstep._handles import Handle, read_rows, seed_of, write_rows
+from halfstep._library import abi
+from halfstep._library.abi import lib
+from halfstep._states.handles import Handle, read_rows, seed_of, write_rows
 
 
 def hyper(handle, name):
     value = ctypes.c_double()
-    _abi.check(lib.halfstep_get_hyper(handle, 0, name, ctypes.byref(value)), handle)
+    abi.check(lib.halfstep_get_hyper(handle, 0, name, ctypes.byref(value)), handle)
     return value.value
 
 
@@ -36,7 +36,7 @@ def test_options_are_set_once_and_in_all_groups():
     assert hyper(handle, b"beta") == 0.25
     assert handle.options == {"beta": 0.25, "generator": "philox7"}
     for name, value in (("beta", 2.0), ("scan", "sometimes"), ("warmth", 1.0)):
-        with pytest.raises((ValueError, _abi.HalfstepError), match=name):
+        with pytest.raises((ValueError, abi.HalfstepError), match=name):
             handle.set(**{name: value})
         assert handle.options.get(name) != value
 
@@ -55,7 +55,7 @@ def test_threads():
     handle = Handle(1, 7)
     handle.work(2)
     assert handle.threads == 2
-    with pytest.raises((ValueError, _abi.HalfstepError)):
+    with pytest.raises((ValueError, abi.HalfstepError)):
         handle.work(-1)
     assert handle.threads == 2
 
@@ -72,11 +72,11 @@ def test_a_handle_is_destroyed_with_its_object(monkeypatch):
             gone.append(handle)
             destroy(handle)
 
-    monkeypatch.setattr("halfstep._handles.lib", Watched())
+    monkeypatch.setattr("halfstep._states.handles.lib", Watched())
     handle = Handle(1, 7)
     del handle
     assert len(gone) == 1
-    with pytest.raises((ValueError, _abi.HalfstepError)):
+    with pytest.raises((ValueError, abi.HalfstepError)):
         Handle(-1, 7)
     assert len(gone) == 1  # there was none
 
@@ -88,12 +88,12 @@ def test_rows_are_written_and_read(shape):
     weight = torch.zeros(shape, dtype=torch.bfloat16)
     extra = torch.zeros(shape, dtype=torch.bfloat16)
     if weight.numel():
-        code = lib.halfstep_bind_slot(handle, index, _abi.SLOT_WEIGHT, None, extra.data_ptr())
-        _abi.check(code, handle)
+        code = lib.halfstep_bind_slot(handle, index, abi.SLOT_WEIGHT, None, extra.data_ptr())
+        abi.check(code, handle)
     values = randn(shape, 1)
-    write_rows(handle, index, _abi.SLOT_WEIGHT, weight.data_ptr(), values, shape)
+    write_rows(handle, index, abi.SLOT_WEIGHT, weight.data_ptr(), values, shape)
     found = read_rows(
-        lib.halfstep_read_slot, handle, index, shape, _abi.SLOT_WEIGHT, weight.data_ptr()
+        lib.halfstep_read_slot, handle, index, shape, abi.SLOT_WEIGHT, weight.data_ptr()
     )
     assert found.shape == shape and torch.equal(weight, values.bfloat16())
     assert torch.allclose(found, values, rtol=2**-15)

@@ -12,10 +12,12 @@ from conftest import CAN_SHARE, randn, warnings_are
 from torch import nn
 
 import halfstep
-from halfstep import _abi, _handles, _int8_operators, _packed
+from halfstep._library import abi
+from halfstep._states import handles
+from halfstep._weights8 import blocks, operators
 from halfstep.nn import Int8Weight, pack, unpack
 
-FORMATS = _packed.FORMATS
+FORMATS = blocks.FORMATS
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -32,15 +34,15 @@ def weight(rows=40, columns=100, dtype=torch.bfloat16, format="int8-ecc4", seed=
 
 def by_library(values, format):
     """Returns what halfstep_write_slot() stores, and what halfstep_read_slot() reads."""
-    handle, shape = _handles.Handle(1, 0), tuple(values.shape)
-    group = _handles.add_group(handle, f"adamw/{format}/f32")
-    index = _handles.add_tensor(handle, group, "w", 1, shape, "f32")
-    _abi.invoke(_abi.lib.halfstep_allocate_states, handle)
-    packed = torch.full((shape[0], _packed.width(shape[1])), 9, dtype=torch.uint8)
-    assert _handles.slot_info(handle, index, 0).code_bytes == packed.numel()
-    _handles.write_rows(handle, index, 0, packed.data_ptr(), values, shape)
-    read = _abi.lib.halfstep_read_slot
-    return packed, _handles.read_rows(read, handle, index, shape, 0, packed.data_ptr())
+    handle, shape = handles.Handle(1, 0), tuple(values.shape)
+    group = handles.add_group(handle, f"adamw/{format}/f32")
+    index = handles.add_tensor(handle, group, "w", 1, shape, "f32")
+    abi.invoke(abi.lib.halfstep_allocate_states, handle)
+    packed = torch.full((shape[0], blocks.width(shape[1])), 9, dtype=torch.uint8)
+    assert handles.slot_info(handle, index, 0).code_bytes == packed.numel()
+    handles.write_rows(handle, index, 0, packed.data_ptr(), values, shape)
+    read = abi.lib.halfstep_read_slot
+    return packed, handles.read_rows(read, handle, index, shape, 0, packed.data_ptr())
 
 
 @pytest.mark.parametrize("columns", [32, 77, 100])
@@ -73,12 +75,12 @@ def test_codes_of_a_conversion_err_in_no_direction():
 def test_decoded_values_are_products_rounded_once(dtype):
     """Every code, on scales of every size."""
     patterns = torch.arange(0, 0x7F80, 37, dtype=torch.int16).view(torch.bfloat16)
-    blocks = torch.zeros(len(patterns), 8, 34, dtype=torch.uint8)
-    blocks[:, :, :2] = patterns.view(torch.uint8).view(-1, 1, 2)
+    made = torch.zeros(len(patterns), 8, 34, dtype=torch.uint8)
+    made[:, :, :2] = patterns.view(torch.uint8).view(-1, 1, 2)
     codes = torch.arange(-128, 128).clamp(min=-127).to(torch.int8)
-    blocks[:, :, 2:] = codes.view(torch.uint8).view(8, 32)
+    made[:, :, 2:] = codes.view(torch.uint8).view(8, 32)
     exact = patterns.double()[:, None] * codes.double()
-    w = Int8Weight(blocks.view(len(patterns), 272), "int8-sr", 256, dtype)
+    w = Int8Weight(made.view(len(patterns), 272), "int8-sr", 256, dtype)
     assert torch.equal(w.codes.flatten(1), codes.expand(len(patterns), -1))
     assert torch.equal(w.scales[:, 0], patterns)
     decoded = w.dequantize()
@@ -172,9 +174,9 @@ WRITES = {
 
 def check_rounded(w, twin, before, touched):
     """Checks that blocks are rounded to nearest, and others keep their bytes."""
-    blocks = F.pad(twin.float(), (0, 28)).view(40, 4, 32)
-    off = (F.pad(w.dequantize(torch.float32), (0, 28)).view(40, 4, 32) - blocks).abs()
-    assert (off <= blocks.abs().amax(-1, True) / 236).all()
+    rows = F.pad(twin.float(), (0, 28)).view(40, 4, 32)
+    off = (F.pad(w.dequantize(torch.float32), (0, 28)).view(40, 4, 32) - rows).abs()
+    assert (off <= rows.abs().amax(-1, True) / 236).all()
     kept = (w.packed == before).view(40, 4, 34).all(-1)
     assert kept[~touched].all() and not kept[touched].any()
 
@@ -258,7 +260,7 @@ def test_every_listed_operator_writes_what_torch_computes():
     acted = set()
     base = 1.01 + torch.rand((40, 100), generator=torch.Generator().manual_seed(1)) / 4
     small = base / 2
-    for packet in sorted(_int8_operators.WRITES, key=str):
+    for packet in sorted(operators.WRITES, key=str):
         name = packet.__name__
         for overload in packet.overloads():
             func = getattr(packet, overload)
@@ -280,7 +282,7 @@ def test_every_listed_operator_writes_what_torch_computes():
             touched = (w.packed != before).view(40, 4, 34).any(-1)
             check_rounded(w, twin, before, touched)
             acted.add(name)
-    missing = {p.__name__ for p in _int8_operators.WRITES} - acted
+    missing = {p.__name__ for p in operators.WRITES} - acted
     assert missing <= {
         "__ilshift__", "__irshift__", "bitwise_and_", "bitwise_left_shift_", "bitwise_not_",
         "bitwise_or_", "bitwise_right_shift_", "bitwise_xor_",
@@ -368,7 +370,7 @@ def test_memory_is_that_of_the_bytes():
 
 def test_writes_that_round_away_warn_once(caught, monkeypatch):
     """Those of averages do, also through lists and copy_(). Writes of new values do not."""
-    monkeypatch.setattr(_packed, "_judging", True)
+    monkeypatch.setattr(blocks, "_judging", True)
     model = halfstep.nn.quantize_(nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 40)))
     w = model[0].weight
     with torch.no_grad():
@@ -380,7 +382,7 @@ def test_writes_that_round_away_warn_once(caught, monkeypatch):
         w *= (torch.arange(64) % 2).to(w.dtype)
     assert not caught
     for options in ({}, {"avg_fn": lambda a, p, n: a + 0.001 * (p - a)}):
-        monkeypatch.setattr(_packed, "_judging", True)
+        monkeypatch.setattr(blocks, "_judging", True)
         average = torch.optim.swa_utils.AveragedModel(model, **options)
         average.n_averaged += 999
         with torch.no_grad():

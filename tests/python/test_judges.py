@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import Parameter
 
 import halfstep
-from halfstep import _abi
+from halfstep._library import abi
 
 SHAPES = {
     "matrix": (64, 48),
@@ -661,7 +661,7 @@ PUBLISHED = {"polar-express": polar_express, "deepseek-v4": deepseek_v4, "dion":
 
 
 def test_published_coefficients_are_all_judged():
-    assert set(PUBLISHED) == set(_abi.choices("ns_coefficients")[1:])
+    assert set(PUBLISHED) == set(abi.choices("ns_coefficients")[1:])
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

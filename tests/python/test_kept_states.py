@@ -19,7 +19,7 @@ from conftest import (
 )
 
 import halfstep
-from halfstep import _abi
+from halfstep._library import abi
 from halfstep.compat import flashoptim
 
 SHAPES = {"w": (24, 96), "b": (33,), "empty": (0, 4)}
@@ -42,7 +42,7 @@ def test_all_of_it_follows(rule, recipe):
     run(opt, params, 0, 2)
     kept = opt.state_dict()["state"]
     run(opt, params, 2, 4)
-    if not _abi.rules[rule].totals:
+    if not abi.rules[rule].totals:
         set_gradients(params, 4)
         for p in params.values():
             opt.step_param(p)

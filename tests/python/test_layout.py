@@ -34,7 +34,9 @@ from conftest import (
 from torch.nn import Parameter
 
 import halfstep
-from halfstep import _abi, _layout
+from halfstep._library import abi
+from halfstep._settings.groups import TOLD
+from halfstep._states import layout
 
 dcp = pytest.importorskip("torch.distributed.checkpoint.state_dict")
 
@@ -49,7 +51,7 @@ def flattened():
 
 
 def counts(opt):
-    return [{key: group[key] for key in _layout.TOLD} for group in opt.param_groups]
+    return [{key: group[key] for key in TOLD} for group in opt.param_groups]
 
 
 # ---- Keys ----------------------------------------------------------------------------------------
@@ -74,8 +76,8 @@ def test_a_state_holds_tensors_under_fixed_keys(rule, recipe):
         small = set(state) - set(streams(opt, p))
         grids = {
             s.name + ".grid"
-            for s in _abi.rules[rule].states
-            if s.role == _abi.ROLE_NONNEG and s.name + ".codes" in state
+            for s in abi.rules[rule].states
+            if s.role == abi.ROLE_NONNEG and s.name + ".codes" in state
         }
         assert small == {
             "step",
@@ -84,14 +86,14 @@ def test_a_state_holds_tensors_under_fixed_keys(rule, recipe):
             "state_steps",
             "full_steps",
             "writes",
-            *_abi.rules[rule].scalars,
+            *abi.rules[rule].scalars,
             *grids,
         }
         assert all(state[key].dim() == 0 for key in small)
-        assert _layout.unpack_recipe(int(state["recipe"])) == opt.recipe(p)
+        assert layout.unpack_recipe(int(state["recipe"])) == opt.recipe(p)
         for key, value in streams(opt, p).items():
             assert value.is_floating_point() or key.endswith((".codes", ".extra")), key
-    assert ids(opt) == [_abi.name_id(n) for n in params]
+    assert ids(opt) == [abi.name_id(n) for n in params]
     for group in opt.param_groups:
         assert not {"ids", "recipes"} & set(group)
         assert all(
@@ -103,20 +105,20 @@ def test_a_state_holds_tensors_under_fixed_keys(rule, recipe):
 
 @rules
 def test_recipes_as_numbers(rule):
-    formats = list(_abi.formats)
+    formats = list(abi.formats)
     found = set()
     for weights in formats:
         for asked in formats:
             try:
-                full = _abi.recipe_full(f"{rule}/{weights}/{asked}")
+                full = abi.recipe_full(f"{rule}/{weights}/{asked}")
             except ValueError:
                 continue
-            number = _layout.pack_recipe(full)
-            assert 0 <= number < 2**63 and _layout.unpack_recipe(number) == full
+            number = layout.pack_recipe(full)
+            assert 0 <= number < 2**63 and layout.unpack_recipe(number) == full
             found.add((full, number))
     assert len({f for f, _ in found}) == len({n for _, n in found}) > 4
     for wrong in (-1, 0, 99, 2**62, number ^ 0xFF, number | 0xFF << 8):
-        assert _layout.unpack_recipe(wrong) is None
+        assert layout.unpack_recipe(wrong) is None
 
 
 def test_group_counts_are_always_current():
@@ -531,7 +533,7 @@ def test_float_states_are_torchs_own():
         back.load_state_dict(copy.deepcopy(through.state_dict()))
         run(back, cast, 5, 6)
         assert all(back.state[p]["step"] == 6 for p in cast.values())
-        assert ids(back) == [_abi.name_id(f"parameter {i}") for i in range(len(cast))]
+        assert ids(back) == [abi.name_id(f"parameter {i}") for i in range(len(cast))]
 
 
 # ---- States that are not of this layout ----------------------------------------------------------

@@ -11,7 +11,7 @@ import torch
 
 import halfstep
 from halfstep import __main__ as program
-from halfstep import _abi
+from halfstep._library import abi
 
 
 def said(capsys, *arguments):
@@ -34,19 +34,17 @@ def test_info(capsys):
     assert code == 0 and "instruction set" in out and "adamw" in out
     code, out, _ = said(capsys, "info", "--json")
     found = json.loads(out)
-    assert (found["version"], found["rules"]) == (halfstep.__version__, list(_abi.rules))
+    assert (found["version"], found["rules"]) == (halfstep.__version__, list(abi.rules))
     assert found["instruction_set"]
 
 
 @pytest.mark.told("muon: momentum_buffer in int4")
 def test_every_instruction_set_has_the_bits(capsys):
-    before = _abi.lib.halfstep_isa()
+    before = abi.lib.halfstep_isa()
     code, out, _ = said(capsys, "verify")
-    available = sum(
-        _abi.lib.halfstep_isa_available(i) for i in range(_abi.lib.halfstep_isa_count())
-    )
+    available = sum(abi.lib.halfstep_isa_available(i) for i in range(abi.lib.halfstep_isa_count()))
     assert code == 0 and out.count("ok ") == available >= 1
-    assert _abi.lib.halfstep_isa() == before
+    assert abi.lib.halfstep_isa() == before
 
 
 @pytest.mark.told("muon: momentum_buffer in int4")
@@ -59,7 +57,7 @@ def test_other_bits_are_a_failure(capsys, monkeypatch):
 def test_plan(capsys, tmp_path):
     code, out, _ = said(capsys, "plan", "7B", "--memory", "24G", "--release")
     assert code == 0 and "7000000000 parameters" in out and "fit into 24.00 GiB" in out
-    says = f"\nDevice code for GPUs: {_abi.lib.halfstep_device_code().decode()}.\n"
+    says = f"\nDevice code for GPUs: {abi.lib.halfstep_device_code().decode()}.\n"
     assert says in out and says in said(capsys, "plan", "7B", "--device-memory", "24G")[1]
     code, out, err = said(capsys, "plan", "seven")
     assert code == 1 and err.count("\n") == 1 and "'seven'" in err

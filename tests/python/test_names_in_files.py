@@ -95,13 +95,13 @@ def test_wrappers_add_to_names(kind):
 
 
 def test_a_wrapped_part_and_a_module_of_that_name():
-    from halfstep import _names
+    from halfstep._settings import naming
 
-    assert _names.match(["layers.0.module.w", "layers.1.w"], ["layers.1.w", "layers.0.w"]) == [1, 0]
+    assert naming.match(["layers.0.module.w", "layers.1.w"], ["layers.1.w", "layers.0.w"]) == [1, 0]
     # "module" is a name of the model's own where both are there.
-    assert _names.match(["module.w", "w"], ["w", "module.w"]) == [1, 0]
-    assert _names.match(["x._checkpoint_wrapped_module.w", "x.b"], ["x.b", "x.w"]) == [1, 0]
-    assert _names.match(["x", "y"], ["p", "q"]) is None
+    assert naming.match(["module.w", "w"], ["w", "module.w"]) == [1, 0]
+    assert naming.match(["x._checkpoint_wrapped_module.w", "x.b"], ["x.b", "x.w"]) == [1, 0]
+    assert naming.match(["x", "y"], ["p", "q"]) is None
 
 
 def test_late_parameters_keep_their_random_bits():

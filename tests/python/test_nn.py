@@ -16,7 +16,7 @@ from conftest import CAN_SHARE, peak, randn, warnings_are
 from torch import nn
 
 import halfstep
-from halfstep._torch import VERSION
+from halfstep._tensors.torch_private import VERSION
 from halfstep.nn import (
     Int8Weight,
     pack,

@@ -26,7 +26,8 @@ from torch import nn
 from torch.nn import Parameter
 
 import halfstep
-from halfstep import _devices, offload
+from halfstep._placement import host
+from halfstep._tensors import devices
 
 SHAPES = {**SHAPES, "a": (40, 64), "b": (64, 40), "c": (64, 64), "d": (32, 32), "e": (48, 64)}
 #: what is stepped on the GPU where small parameters are
@@ -60,13 +61,13 @@ def backward(gpu, params, given, add=False, hooks=True):
     for name, g in given.items():
         p = params[name]
         with torch.no_grad():
-            if _devices.of(p).type == "cpu":
+            if devices.of(p).type == "cpu":
                 p.grad = p.grad + g if add and p.grad is not None else g.clone()
             elif add and p.grad is not None:
                 gpu.later(p.grad, gpu.read(p.grad) + g)
                 torch.autograd.graph.increment_version([p.grad])
             else:
-                p.grad = gpu.tensor(torch.full_like(g, 3.0), _devices.of(p).index)
+                p.grad = gpu.tensor(torch.full_like(g, 3.0), devices.of(p).index)
                 gpu.later(p.grad, g)
         if hooks:
             for hook in list((p._post_accumulate_grad_hooks or {}).values()):
@@ -116,7 +117,7 @@ def test_the_bits_of_plain_steps(gpu, kind, rule, recipe):
     same(gpu, both)
     params, opt = both[1]
     for name, p in params.items():
-        places = {_devices.of(value).type for value in opt.state[p].values() if value.dim()}
+        places = {devices.of(value).type for value in opt.state[p].values() if value.dim()}
         assert places <= {"cuda" if name in SMALL else "cpu"}, name
 
 
@@ -225,7 +226,7 @@ def test_states_go_either_way(gpu, kind):
     same_steps(gpu, both, 5, 7)
     params, opt = both[1]
     if kind == "StateStreaming":
-        assert all(_devices.is_pinned(v) for v in opt.state[params["a"]].values() if v.dim())
+        assert all(devices.is_pinned(v) for v in opt.state[params["a"]].values() if v.dim())
     again = pickle.loads(pickle.dumps(opt)) if gpu.real else copy.deepcopy(opt)
     assert type(again) is type(opt)
     assert isinstance(again, getattr(halfstep, kind)) and isinstance(again, halfstep.AdamW)
@@ -348,12 +349,12 @@ def test_a_gradient_that_is_written_after_its_hook_is_copied_again(gpu):
         for params, opt in both:
             backward(gpu, params, gradients(params, step))
             if opt is both[1][1]:
-                _devices.wait(
+                devices.wait(
                     opt._parts.placement.copies[params["body.weight"]].down
                 )  # of the gradient as it was
             for p in params.values():
                 with torch.no_grad():
-                    if _devices.of(p).type == "cpu":
+                    if devices.of(p).type == "cpu":
                         p.grad.mul_(0.5)
                     else:
                         gpu.later(p.grad, gpu.read(p.grad) * 0.5)
@@ -432,7 +433,7 @@ def test_matrices_with_products_are_stepped_on_the_gpu(fake, options):
     states = weights = 0
     for name, p in params.items():
         large = [v for v in opt.state[p].values() if v.dim()]
-        assert {_devices.of(v).type for v in large} <= {"cpu" if p.numel() >= SIZE else "cuda"}
+        assert {devices.of(v).type for v in large} <= {"cpu" if p.numel() >= SIZE else "cuda"}
         if name in here:
             weights += p.numel() * p.element_size()
         elif p.numel() >= SIZE:
@@ -629,7 +630,7 @@ def test_the_plan_is_what_is_held(fake, release, give_up):
         v.numel() * v.element_size()
         for p, state in opt.state.items()
         for v in state.values()
-        if (v.dim() and _devices.of(v).type == "cpu")
+        if (v.dim() and devices.of(v).type == "cpu")
         or (p is params["scale"] and v.dtype in (torch.bfloat16, torch.uint8, torch.int8))
     )
     weights = sum(p.numel() * p.element_size() for p in params.values())
@@ -656,13 +657,13 @@ def test_memory_that_cannot_be_pinned(monkeypatch):
 
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", refuse)
-    monkeypatch.setattr(_devices, "_told", False)
+    monkeypatch.setattr(devices, "_told", False)
     with pytest.warns(
         RuntimeWarning, match="no memory could be pinned .CUDA error: out of memory."
     ):
-        assert _devices.pinned((3,), torch.float32).shape == (3,)
+        assert devices.pinned((3,), torch.float32).shape == (3,)
     with warnings_are("error"):
-        assert _devices.pinned((2, 2), torch.bfloat16).dtype == torch.bfloat16
+        assert devices.pinned((2, 2), torch.bfloat16).dtype == torch.bfloat16
 
 
 def test_under_the_name_of_torchao(gpu):
@@ -693,7 +694,7 @@ def test_under_the_name_of_torchao(gpu):
 
 
 def test_a_library_without_kernels_offloads_everything(gpu, monkeypatch):
-    monkeypatch.setattr(offload, "_can_step_on", lambda device: False)
+    monkeypatch.setattr(host, "_can_step_on", lambda device: False)
     both = pair(gpu, halfstep.AdamW, "ecc8-int8", clip_norm=1.0)
     same_steps(gpu, both, 1, 4)
     assert not both[1][1]._parts.cache.engine.asynchronous
@@ -789,7 +790,7 @@ def hosted_shards(rank, size, cls, rule, options):
         assert len(opt._parts.placement.overlap.rooms) == len(params)
     whole = {n: tensor(p.to_local().clone(), p).full_tensor() for n, p in params.items()}
     states = opt.state[params["body.weight"]].values()
-    places = {str(_devices.of(v.to_local())) for v in states if isinstance(v, DTensor)}
+    places = {str(devices.of(v.to_local())) for v in states if isinstance(v, DTensor)}
     return weights_of(whole), norm, places
 
 

@@ -25,7 +25,9 @@ from conftest import (
 from test_bad_states import rewritten
 from test_convert import reader_of_the_page
 
-from halfstep import _abi, _files, _matrices
+from halfstep._library import abi
+from halfstep._states import files
+from halfstep._tensors import matrices
 
 pytest.importorskip("safetensors.torch")
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -61,7 +63,7 @@ class InC:
     """The optimizer of the parameters `params` in C, with states of the library: a group for each
     recipe. `recipe` is one for all, or one for each name. `how` is what groups say of matrices."""
 
-    def __init__(self, recipe, params, how=_matrices.AUTO):
+    def __init__(self, recipe, params, how=matrices.AUTO):
         # Its dependencies too: one copy of the core library serves both.
         self.lib = ctypes.CDLL(LIBRARY)
         for name in ("halfstep_read_optimizer", "halfstep_write_optimizer"):
@@ -81,11 +83,11 @@ class InC:
             groups[own] = c_int32()
             self.must(self.lib.halfstep_add_group(self.handle, own.encode(), byref(groups[own])))
         for name, p in self.params.items():
-            tensor = _abi.Tensor(
-                struct_size=ctypes.sizeof(_abi.Tensor),
+            tensor = abi.Tensor(
+                struct_size=ctypes.sizeof(abi.Tensor),
                 group=groups[recipes[name]],
                 name=name.encode(),
-                **_matrices.fields_of(_matrices.lay(recipes[name].partition("/")[0], p.shape, how)),
+                **matrices.fields_of(matrices.lay(recipes[name].partition("/")[0], p.shape, how)),
                 gradient=FORMATS[p.dtype],
             )
             self.must(self.lib.halfstep_add_tensor(self.handle, byref(tensor), byref(c_int32())))
@@ -188,7 +190,7 @@ def test_stacks_from_python_to_c_and_back(rule, recipe, shapes, kind, tmp_path):
     opt = class_of(rule)(params.items(), lr=0.01, **options)
     run(opt, params, 0, 2)
     opt.save_safetensors(tmp_path / "python.safetensors")
-    in_c = InC(opt._parts.names.recipe(0, 0), params, _matrices.how_of(cut))
+    in_c = InC(opt._parts.names.recipe(0, 0), params, matrices.how_of(cut))
     in_c.read(tmp_path / "python.safetensors")
     in_c.write(tmp_path / "c.safetensors", weights=True, shapes=shapes)
     back = twins(params)
@@ -209,7 +211,7 @@ def test_files_from_before_stacks(rule, shape, tmp_path):
     run(opt, params, 0, 2)
     path, recipe = tmp_path / "old.safetensors", opt._parts.names.recipe(0, 0)
     opt.save_safetensors(path)
-    flat = _matrices.How("flatten")
+    flat = matrices.How("flatten")
     in_c = InC(recipe, params, flat)
     in_c.read(path)
     back = twins(params)
@@ -297,7 +299,7 @@ def spellings(*kinds):
 
 
 def test_what_spells_a_number():
-    rows, readers = spellings("COUNT", "NUMBER"), {"COUNT": _files.count, "NUMBER": _files.number}
+    rows, readers = spellings("COUNT", "NUMBER"), {"COUNT": files.count, "NUMBER": files.number}
     assert len(rows) > 80
     for kind, text, good, bits in rows:
         if not good:

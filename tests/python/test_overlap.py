@@ -12,7 +12,9 @@ from test_offload import SMALL, backward, pair, run, same, step_with_a_nan
 from torch.nn import Parameter
 
 import halfstep
-from halfstep import _abi, _devices, _overlap
+from halfstep import _placement
+from halfstep._library import abi
+from halfstep._tensors import devices
 
 ONE = {"c": (64, 64), "scale": ()}
 
@@ -55,7 +57,7 @@ def test_the_bits_of_plain_steps(gpu, rule, recipe):
     run(gpu, both, 1, FIRST_MOVEMENT + 3)
     same(gpu, both)
     params, opt = both[1]
-    row = _abi.rules[rule]  # matrices of Muon are stepped on the GPU
+    row = abi.rules[rule]  # matrices of Muon are stepped on the GPU
     expected = 0 if row.two_pass or row.matrix else in_advance(params)
     assert used == [0] + [expected] * (FIRST_MOVEMENT + 1) and opt.redone_steps == 0
 
@@ -167,7 +169,7 @@ def clip(gpu, params, opt):
 def rewrite(gpu, params, name, factor, of):
     tensor = of(params[name])
     with torch.no_grad():
-        if _devices.of(tensor).type == "cpu":
+        if devices.of(tensor).type == "cpu":
             tensor.mul_(factor)
         else:
             gpu.later(tensor, gpu.read(tensor) * factor)
@@ -305,15 +307,15 @@ def test_an_error_in_the_thread_loses_the_result_alone(gpu, monkeypatch):
     def fail(event):
         raise MemoryError("no room")
 
-    wait = _devices.wait
+    wait = devices.wait
     for params, opt in both:
         backward(gpu, params, gradients(params, 3))
         if opt is both[1][1]:
             opt._parts.placement.settle()
-            monkeypatch.setattr(_overlap._devices, "wait", fail)
+            monkeypatch.setattr(_placement.overlap.devices, "wait", fail)
             backward(gpu, params, gradients(params, 3))
             opt._parts.placement.settle()
-            monkeypatch.setattr(_overlap._devices, "wait", wait)
+            monkeypatch.setattr(_placement.overlap.devices, "wait", wait)
         opt.step()
     same(gpu, both)
     run(gpu, both, 4, 6)

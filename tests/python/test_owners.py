@@ -20,8 +20,9 @@ from conftest import (
 from torch.nn import Parameter
 
 import halfstep
-from halfstep import _abi, _calls, _owners
-from halfstep._handles import slot_info
+from halfstep._library import abi, calls
+from halfstep._ranks import ownership
+from halfstep._states.handles import slot_info
 
 pytest.importorskip("torch.distributed.tensor", reason="DTensors are public from torch 2.5 on")
 
@@ -88,11 +89,11 @@ def train(opt, params, first, last, bad=None):
 
 def trained(rank, size, case, layout):
     """Trains with a refused step, and goes on from a copy of the state. Every matrix is a batch."""
-    _owners.BATCH_BYTES = 1
+    ownership.BATCH_BYTES = 1
     rule, recipe, options = case
     params, opt = made(rule, recipe, layout, size, **options)
     train(opt, params, 0, 3, 1)
-    batches = sum(isinstance(part.stage, _owners.Batch) for part in opt._parts.cache.engine.parts)
+    batches = sum(isinstance(part.stage, ownership.Batch) for part in opt._parts.cache.engine.parts)
     state, skipped = copy.deepcopy(opt.state_dict()), opt.skipped_steps
     opt = optimizer(rule, recipe, params, **options, **{"owners": layout == "ddp" or None})
     opt.load_state_dict(state)
@@ -155,16 +156,16 @@ def products(rank, size, layout, shapes):
     """Returns how many multiplications of Newton-Schulz the library makes in a step, from the
     shapes that each of its handles steps."""
     made_here = [0]
-    finish = _calls.finish
+    finish = calls.finish
 
     def counted(handle, call):
-        for i in range(_abi.lib.halfstep_tensor_count(handle)):
-            info = slot_info(handle, i, _abi.SLOT_WEIGHT)
+        for i in range(abi.lib.halfstep_tensor_count(handle)):
+            info = slot_info(handle, i, abi.SLOT_WEIGHT)
             least, most = sorted((info.rows, info.columns))
             made_here[0] += 5 * 2 * least**2 * (2 * most + least)
         return finish(handle, call)
 
-    _calls.finish = counted
+    calls.finish = counted
     params, opt = made("muon", "f32", layout, size, shapes)
     give_gradients(params, 0)
     opt.step()
@@ -187,16 +188,16 @@ def test_each_rank_does_its_share(pool, layout, size):
 
 def test_assignment():
     """Largest first, to the owner that has the least; equal works in their order."""
-    owners, order = _owners.assign([1, 5, 3, 3, 4], 2)
+    owners, order = ownership.assign([1, 5, 3, 3, 4], 2)
     assert order == [1, 4, 2, 3, 0] and owners == [1, 0, 1, 0, 1]
-    assert _owners.assign([], 3) == ([], [])
+    assert ownership.assign([], 3) == ([], [])
 
 
 def room(rank, size, layout):
     """Returns the number of batches, the size of their room, and what happens in a step: "x" begins
     a message, "w" waits for it, "s" steps a batch."""
-    _owners.BATCH_BYTES = 40_000
-    log, finish = [], _calls.finish
+    ownership.BATCH_BYTES = 40_000
+    log, finish = [], calls.finish
 
     def logged(method):
         def begins(*arguments):
@@ -207,8 +208,8 @@ def room(rank, size, layout):
         return begins
 
     for name in ("exchange", "publish"):
-        setattr(_owners.Team, name, logged(getattr(_owners.Team, name)))
-    _calls.finish = lambda *call: log.append("s") or finish(*call)
+        setattr(ownership.Team, name, logged(getattr(ownership.Team, name)))
+    calls.finish = lambda *call: log.append("s") or finish(*call)
     params, opt = made("muon", "f32", layout, size, MODEL)
     give_gradients(params, 0)
     opt.step()

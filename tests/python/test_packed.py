@@ -24,11 +24,13 @@ from test_cuda import fake, gpu  # noqa: F401
 from torch.nn import Parameter
 
 import halfstep
-from halfstep import _abi, _devices, _dither, _sharding
-from halfstep._abi import lib
-from halfstep._handles import Handle, read_rows, slot_info
+from halfstep._library import abi
+from halfstep._library.abi import lib
+from halfstep._states import dither
+from halfstep._states.handles import Handle, read_rows, slot_info
+from halfstep._tensors import devices, sharding
 
-FORMATS = [name for name, f in _abi.formats.items() if f.geometry == _abi.GEOMETRY_PACKED]
+FORMATS = [name for name, f in abi.formats.items() if f.geometry == abi.GEOMETRY_PACKED]
 formats = pytest.mark.parametrize("format", FORMATS)
 #: matrices of whole and of short blocks
 SHAPES = {"a": (24, 64), "b": (17, 50), "c": (40, 33)}
@@ -61,7 +63,7 @@ def gradients(params, step):
 def memory_of(params):
     """Returns the bits that parameters have in memory."""
     params = params.parameters() if isinstance(params, torch.nn.Module) else params.values()
-    return [bits(_sharding.stored(p)) for p in params]
+    return [bits(sharding.stored(p)) for p in params]
 
 
 def same(model, opt, other, others):
@@ -80,14 +82,14 @@ def test_steps_of_the_library(rule, format):
     opt = class_of(rule)(params.items(), states="int8", seed=3, **options)
     handle, weights = Handle(1, 3), [p.packed.clone() for p in params.values()]
     for name, p in params.items():
-        assert opt.recipe(p) == _abi.recipe_full(f"{rule}/{format}/int8")
-        handle.add(opt.recipe(p), name, _abi.name_id(name), tuple(p.shape), "bf16")
+        assert opt.recipe(p) == abi.recipe_full(f"{rule}/{format}/int8")
+        handle.add(opt.recipe(p), name, abi.name_id(name), tuple(p.shape), "bf16")
     handle.set(**opt._parts.groups.options.values(opt.param_groups[0]))
     before = [bits(weight) for weight in weights]
-    _abi.check(lib.halfstep_allocate_states(handle), handle)
+    abi.check(lib.halfstep_allocate_states(handle), handle)
     for i, p in enumerate(params.values()):
-        if extra := slot_info(handle, i, _abi.SLOT_WEIGHT).extra:
-            codes = _dither.error_codes(p, "", _devices.HOST)
+        if extra := slot_info(handle, i, abi.SLOT_WEIGHT).extra:
+            codes = dither.error_codes(p, "", devices.HOST)
             assert ctypes.string_at(extra, codes.numel()) == codes.numpy().tobytes()
     for step in range(FIRST_MOVEMENT + 2):
         given = gradients(params, step)
@@ -98,10 +100,10 @@ def test_steps_of_the_library(rule, format):
             (ctypes.c_void_p * len(SHAPES))(*[t.data_ptr() for t in some])
             for some in (weights, given.values())
         )
-        _abi.check(lib.halfstep_step(handle, *pointers), handle)
+        abi.check(lib.halfstep_step(handle, *pointers), handle)
     assert memory_of(params) == [bits(weight) for weight in weights] != before
     for i, (p, weight) in enumerate(zip(params.values(), weights)):
-        read = lib.halfstep_read_slot, handle, i, tuple(p.shape), _abi.SLOT_WEIGHT
+        read = lib.halfstep_read_slot, handle, i, tuple(p.shape), abi.SLOT_WEIGHT
         assert bits(opt.read_weight(p)) == bits(read_rows(*read, weight.data_ptr()))
 
 
@@ -216,7 +218,7 @@ def test_error_codes_begin_evenly():
     codes = opt.state[weight]["weight.extra"]
     assert not codes[:, 25:].any()
     odd = halfstep.nn.Int8Weight(halfstep.nn.pack(values[:, :33]), "int8-ecc4", 33)
-    codes = _dither.error_codes(odd, "", _devices.HOST)
+    codes = dither.error_codes(odd, "", devices.HOST)
     assert codes.shape == (512, 32) and codes[:, 16].max() < 16 and not codes[:, 17:].any()
 
 
@@ -227,7 +229,7 @@ def test_writes_of_others_drop_error_codes(caught):
     train(model, opt, 0, 2)
     kept = saved(opt.state_dict())
     extra = opt.state[weight]["weight.extra"]
-    wanted, fresh = extra.clone(), _dither.error_codes(weight, "", _devices.HOST)
+    wanted, fresh = extra.clone(), dither.error_codes(weight, "", devices.HOST)
     for row, write in (
         (3, lambda: weight.packed[3, 7].bitwise_xor_(1)),
         (5, lambda: weight[5].copy_(weight[5].dequantize() * 2)),
@@ -306,7 +308,7 @@ def test_states_of_other_weights():
     error = other.read_state(model[0].weight, "exp_avg") - momentum
     assert error.abs().max() < momentum.abs().max() / 100
     extra = other.state[model[0].weight]["weight.extra"]
-    assert torch.equal(extra, _dither.error_codes(model[0].weight, "", _devices.HOST))
+    assert torch.equal(extra, dither.error_codes(model[0].weight, "", devices.HOST))
     train(model, other, 2, 3)
     opt.load_state_dict(saved(other.state_dict()))
     train(plain, opt, 3, 4)
@@ -364,7 +366,7 @@ def test_plan_tells_the_bytes(format):
     def size(tensors):
         return sum(t.numel() * t.element_size() for t in tensors)
 
-    assert memory["weights"] == size(map(_sharding.stored, model.parameters()))
+    assert memory["weights"] == size(map(sharding.stored, model.parameters()))
     kept = [(key, t) for state in opt.state.values() for key, t in state.items() if t.dim()]
     assert memory["extras"] == size(t for key, t in kept if key == "weight.extra")
     assert memory["states"] == size(t for key, t in kept if key != "weight.extra")
@@ -433,7 +435,7 @@ def test_states_in_the_process(fake, kind, format, release):  # noqa: F811
     opts[1].state_dict()  # waits for the states
     for name, p in there.items():
         stored = opts[1].state[p].values()
-        assert {_devices.of(value).type for value in stored if value.dim()} == {"cpu"}
+        assert {devices.of(value).type for value in stored if value.dim()} == {"cpu"}
         assert bits(fake.read(p.packed)) == bits(here[name].packed), name
         for key, value in opts[0].state[here[name]].items():
             if value.dim():
@@ -463,8 +465,8 @@ def sharded(rank, size, format, owners):
                     p.data = p.data.clone()
         for name, p in given.items():
             state, ours = (opt.state[q] for opt, q in zip(opts, (wanted[name], p)))
-            pairs = [(_sharding.stored(wanted[name]), _sharding.stored(p))]
-            pairs += [(value, _sharding.local(ours[key])) for key, value in state.items()]
+            pairs = [(sharding.stored(wanted[name]), sharding.stored(p))]
+            pairs += [(value, sharding.local(ours[key])) for key, value in state.items()]
             rows = slice(*rows_of(SHAPES[name][0], rank, 1 if owners else size))
             found += [bits(one[rows] if one.dim() else one) == bits(two) for one, two in pairs]
     return found

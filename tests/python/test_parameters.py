@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from halfstep import _abi
-from halfstep._matrices import rows_of
-from halfstep._parameters import (
+from halfstep._library import abi
+from halfstep._tensors.matrices import rows_of
+from halfstep._tensors.parameters import (
     PLAIN,
     SparseGradientError,
     check_cpu,
@@ -225,4 +225,4 @@ def test_dense():
 
 
 def test_plain_formats_are_formats():
-    assert set(PLAIN.values()) <= set(_abi.formats)
+    assert set(PLAIN.values()) <= set(abi.formats)

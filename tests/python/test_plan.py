@@ -15,8 +15,8 @@ from torch import nn
 
 import halfstep
 from halfstep import __main__ as program
-from halfstep import _abi
-from halfstep._torch import warn_once
+from halfstep._library import abi
+from halfstep._tensors.torch_private import warn_once
 from halfstep.plan import Plan, plan
 
 BLOCKS = {
@@ -34,7 +34,7 @@ def states_for(rule):
     """Yields the formats that every state of the rule can take; None is the default."""
     for states in (None, "f32", "bf16-sr", "int8", "int6", "int4", "fp8", "dyn8"):
         try:
-            _abi.recipe_full("/".join(part for part in (rule, "f32", states) if part))
+            abi.recipe_full("/".join(part for part in (rule, "f32", states) if part))
         except ValueError:
             continue
         yield states
@@ -42,7 +42,7 @@ def states_for(rule):
 
 def optimizer_of(recipe, shapes):
     rule, weights, *states = recipe.split("/")
-    dtype = DTYPES[_abi.formats[weights].code_dtype]
+    dtype = DTYPES[abi.formats[weights].code_dtype]
     params = {name: nn.Parameter(torch.randn(shape).to(dtype)) for name, shape in shapes.items()}
     options = {"weights": weights} if dtype != torch.float32 else {}
     return class_of(rule)(params.items(), states=states[0] if states else None, **options), params
@@ -84,7 +84,7 @@ def test_equal_to_what_an_optimizer_holds(rule):
         assert row.weights == sum(p.numel() * p.element_size() for p in params.values())
         assert row.gradients == sum(p.grad.numel() * p.grad.element_size() for p in params.values())
         assert row.total == row.weights + row.extras + row.gradients + row.states
-        assert row.recipe == _abi.recipe_full(recipe)
+        assert row.recipe == abi.recipe_full(recipe)
 
 
 def test_adafactor_without_a_first_moment_adds_two_vectors():

@@ -8,7 +8,7 @@ import pytest
 from common import ROOT
 
 import halfstep
-from halfstep import _abi
+from halfstep._library import abi
 
 sys.path.append(str(pathlib.Path(ROOT) / "site"))
 import recipes  # noqa: E402
@@ -32,11 +32,11 @@ def rows_of(section, first):
     return rows[0], rows[2:]
 
 
-@pytest.mark.parametrize("rule", _abi.rules)
+@pytest.mark.parametrize("rule", abi.rules)
 def test_a_section_has_formulas_options_and_states(rule):
-    section, own = SECTIONS[rule], _abi.rules[rule]
+    section, own = SECTIONS[rule], abi.rules[rule]
     assert section.count("$$") >= 2 and r"\Delta" in section
-    common = set.intersection(*(set(r.hypers) for r in _abi.rules.values()))
+    common = set.intersection(*(set(r.hypers) for r in abi.rules.values()))
     named = {row[0] for row in rows_of(section, "name")[1]}
     assert named == {*own.hypers} - common | {"lr", "weight_decay", "decay"}
     if own.states:
@@ -45,7 +45,7 @@ def test_a_section_has_formulas_options_and_states(rule):
         assert f"is `{name}`" in section
 
 
-@pytest.mark.parametrize("rule", [r for r, row in _abi.rules.items() if not row.raw_gradient])
+@pytest.mark.parametrize("rule", [r for r, row in abi.rules.items() if not row.raw_gradient])
 def test_bytes_are_those_of_plan(rule):
     columns, rows = rows_of(SECTIONS[rule], "weights / states")
     assert columns[:6] == [
@@ -62,7 +62,7 @@ def test_bytes_are_those_of_plan(rule):
         bytes_ = (plan.weights + plan.extras, plan.gradients, plan.states, plan.total)
         found = [f"{n / ELEMENTS:.3f}" for n in bytes_]
         assert [f"{float(cell):.3f}" for cell in shown[:4]] == found
-        if _abi.rules[rule].totals:
+        if abi.rules[rule].totals:
             assert shown[4] == "–"
         else:
             assert shown[4] == recipes.size((plan.total - plan.gradients) / ELEMENTS)
@@ -72,12 +72,12 @@ def test_every_format_has_its_row():
     section = SECTIONS["Formats"]
     weights, states = section.split("### Formats of states")
     named = [re.findall(r"^\| `([\w-]+)` \|", part, re.M) for part in (weights, states)]
-    both = _abi.ROLE_SIGNED | _abi.ROLE_NONNEG
-    for names, role in zip(named, (_abi.ROLE_WEIGHT, both)):
-        assert names == [f.name for f in _abi.formats.values() if f.roles & role == role]
-    assert set(named[0]) | set(named[1]) == {*_abi.formats}
+    both = abi.ROLE_SIGNED | abi.ROLE_NONNEG
+    for names, role in zip(named, (abi.ROLE_WEIGHT, both)):
+        assert names == [f.name for f in abi.formats.values() if f.roles & role == role]
+    assert set(named[0]) | set(named[1]) == {*abi.formats}
     _, rows = rows_of(SECTIONS["Bytes of states"], "rule")
-    assert [row[0] for row in rows] == [f"[{rule}](#{rule})" for rule in _abi.rules]
+    assert [row[0] for row in rows] == [f"[{rule}](#{rule})" for rule in abi.rules]
 
 
 def test_ranges_are_those_of_the_formats():

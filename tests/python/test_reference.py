@@ -32,7 +32,7 @@ def package():
         extensions=griffe.load_extensions(python_docs.Extension),
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HALFSTEP_LIBRARY", halfstep._abi.lib._name)
+        patch.setenv("HALFSTEP_LIBRARY", halfstep._library.abi.lib._name)
         loader.load("halfstep")
     loader.resolve_aliases(implicit=False, external=False)
     return loader.modules_collection
@@ -221,7 +221,7 @@ def test_the_page_of_errors_has_every_code():
     )
     assert [row[:2] for row in rows] == codes
     for name, number, words, exception in rows:
-        assert words == halfstep._abi.lib.halfstep_strerror(int(number)).decode(), name
+        assert words == halfstep._library.abi.lib.halfstep_strerror(int(number)).decode(), name
         if name not in ("HALFSTEP_OK", "HALFSTEP_NONFINITE"):  # step() raises for neither
-            expected = halfstep._abi._error_classes.get(int(number), halfstep.HalfstepError)
+            expected = halfstep._library.abi._error_classes.get(int(number), halfstep.HalfstepError)
             assert exception == f"`{expected.__name__}`", name

@@ -30,7 +30,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 import halfstep
-from halfstep import _abi
+from halfstep._library import abi
 
 
 def pair(rule="adamw", recipe="f32", **options):
@@ -42,7 +42,7 @@ def pair(rule="adamw", recipe="f32", **options):
 @rules
 @recipes
 def test_gradient_release_gives_the_bits_of_a_plain_step(rule, recipe):
-    if _abi.rules[rule].totals:
+    if abi.rules[rule].totals:
         with pytest.raises(ValueError, match="sums over the gradients of all tensors"):
             list(pair(rule, recipe))
         _, opt = make_network(rule, recipe)

@@ -295,7 +295,7 @@ def test_a_loaded_state_goes_on_with_its_generator():
         return p.detach().view(torch.int16).tolist()
 
     ends = {}
-    for generator in halfstep._abi.choices("generator"):
+    for generator in halfstep._library.abi.choices("generator"):
         p, opt = fresh(generator=generator)
         goes_on(p, opt)
         saved, weight, before = copy.deepcopy(opt.state_dict()), p.detach().clone(), fresh()

@@ -7,7 +7,8 @@ from conftest import bits, randn
 from torch.nn import Parameter
 
 import halfstep
-from halfstep import _abi, _layout
+from halfstep._library import abi
+from halfstep._states import layout
 
 CLASSES = (halfstep.Muon, halfstep.Adafactor, halfstep.CAME)
 #: options without sums over the parameter, which matrices by themselves do not share
@@ -185,7 +186,7 @@ PLANNED = [
 @pytest.mark.told("muon: momentum_buffer in int4", cls=halfstep.Muon, states="int4")
 def test_a_plan_has_the_bytes_that_are_allocated(cls, states):
     """One optimizer of each shape, in blocks of rows, blocks of the flattened tensor, and plain."""
-    small = {"step", *_layout.numbers_of(_abi.rules[cls.rule])}
+    small = {"step", *layout.numbers_of(abi.rules[cls.rule])}
     for shape in PLANNED:
         p = Parameter(torch.zeros(shape))
         opt = cls([p], states=states)

@@ -37,7 +37,7 @@ from conftest import (
 from torch.nn import Parameter
 
 import halfstep
-from halfstep import _abi
+from halfstep._library import abi
 
 # ---- Copies --------------------------------------------------------------------------------------
 
@@ -110,7 +110,7 @@ def test_copies_keep_options_of_the_optimizer():
 def test_repr(rule):
     params, opt = make(rule, "sr-int4")
     for text in (repr(opt), (run(opt, params, 0, 1), repr(opt))[1]):
-        assert text.startswith(_abi.rules[rule].label)
+        assert text.startswith(abi.rules[rule].label)
         assert "Parameter Group 0" in text and "lr:" in text
         assert f"{rule}/bf16-sr" in text
         assert re.search(r"\d\.\d+ (B/param|bytes per parameter)", text)
@@ -209,7 +209,7 @@ def test_formats_come_from_the_constructor_with_one_warning(rule, old, new, caug
     assert old["weights"] in messages[0] and new["weights"] in messages[0]
     for name, p in params.items():
         q = fresh[name]
-        for state in _abi.rules[rule].states:
+        for state in abi.rules[rule].states:
             if state.name not in stored(opt, p):
                 continue
             a, b = opt.read_state(p, state.name), other.read_state(q, state.name)
@@ -293,7 +293,7 @@ def test_group_keys_that_a_file_lacks(rule):
     for key in ("betas", "eps", "maximize", "weights", "states"):
         assert group.get(key) == kept.get(key), key
     run(other, fresh, 2, 4)
-    assert ids(other) == [_abi.name_id(n) for n in fresh]
+    assert ids(other) == [abi.name_id(n) for n in fresh]
     run(opt, params, 2, 4)
     assert all(torch.isfinite(p).all() for p in fresh.values())
     assert all(other.state[p]["step"] == 4 for p in fresh.values())

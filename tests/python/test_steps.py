@@ -39,7 +39,7 @@ from torch.nn import Parameter
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, ReduceLROnPlateau
 
 import halfstep
-from halfstep import _abi
+from halfstep._library import abi
 
 # ---- Learning rates ------------------------------------------------------------------------------
 
@@ -117,7 +117,7 @@ def test_schedule_of_the_library_and_scheduler_agree():
 @rules
 @pytest.mark.parametrize("release", [False, True])
 def test_closure(rule, release):
-    release &= not _abi.rules[rule].totals
+    release &= not abi.rules[rule].totals
     model = nn.Linear(5, 3)
     opt = class_of(rule)(model.named_parameters(), lr=0.01, gradient_release=release)
     calls = []
@@ -176,7 +176,7 @@ def test_parameters_without_gradient_are_left_alone(rule, recipe):
     params, opt = make(rule, recipe, lr=0.02)
     others, other = make(rule, recipe, lr=0.02)
     frozen = "head.weight"
-    shared = _abi.rules[rule].scalars if _abi.rules[rule].totals else ()
+    shared = abi.rules[rule].scalars if abi.rules[rule].totals else ()
 
     def kept():
         state = opt.state_dict()["state"].get(1, {})
@@ -195,7 +195,7 @@ def test_parameters_without_gradient_are_left_alone(rule, recipe):
         if step in (0, 1, 4):
             assert kept() == before
     assert opt.state[params[frozen]]["step"].item() == 3
-    if _abi.rules[rule].totals:
+    if abi.rules[rule].totals:
         return
     for name in params:
         if name != frozen:
@@ -313,12 +313,12 @@ def test_state_of_a_parameter(rule, recipe):
     assert step is opt.state[p]["step"] or opt.state[p]["step"].item() == 4
     # by the default options; such states come last
     needless = {"sgd": 1, "rmsprop": 2, "adam": 1, "adamw": 1, "adafactor": 1, "muon": 1}
-    described = _abi.rules[rule].states
+    described = abi.rules[rule].states
     described = described[: len(described) - needless.get(rule, 0)]
     vectors = {s.name for s in described if s.vector}
     instead = set()  # of vectors
-    if _abi.rules[rule].matrix:
-        instead = {s.name for s in described if s.role == _abi.ROLE_NONNEG} - vectors
+    if abi.rules[rule].matrix:
+        instead = {s.name for s in described if s.role == abi.ROLE_NONNEG} - vectors
     for name, lacking in (("body.bias", vectors), ("body.weight", instead)):
         p = params[name]
         held = stored(opt, p)

@@ -30,13 +30,14 @@ from test_offload import backward, gradients
 from torch.nn import Parameter
 
 import halfstep
-from halfstep import _abi, _store
+from halfstep._library import abi
+from halfstep._states import store
 
 #: one that cuts() cuts, one in blocks of its own, one too small for blocks, a scalar
 SHAPES = {"body.weight": (96, 160), "conv.weight": (8, 4, 3, 3), "bias": (33,), "scale": ()}
 
 try:
-    _store._io()
+    store._io()
 except RuntimeError as reason:
     pytestmark = pytest.mark.skip(reason=str(reason))
 
@@ -53,8 +54,8 @@ def path(tmp_path):
 @pytest.fixture
 def cuts(monkeypatch):
     """Makes files whose states are cut into pieces of 4 KiB."""
-    new = _abi.StoreOptions.new
-    monkeypatch.setattr(_abi.StoreOptions, "new", lambda **f: new(piece_bytes=4096, **f))
+    new = abi.StoreOptions.new
+    monkeypatch.setattr(abi.StoreOptions, "new", lambda **f: new(piece_bytes=4096, **f))
 
 
 def make(rule="adamw", recipe="f32", shapes=SHAPES, weights_seed=0, **options):
@@ -456,7 +457,7 @@ def test_plan(path, keeps):
     """The two halves of the file are what plan() says; the rest are header and records."""
     shapes = {"a": (256, 1024), "b": (512, 64)}
     make(recipe="ecc8-int8", store=path, store_weights=keeps, shapes=shapes)
-    _, header, _ = _store.contents(path)
+    _, header, _ = store.contents(path)
     half = sum(-(-(states + weight) // 4096) * 4096 for *_, states, weight in header["pieces"])
     (row,) = halfstep.plan(shapes, "adamw/bf16-ecc8/int8", store=True if keeps else "states").rows
     assert row.disk == 2 * half < os.path.getsize(path)

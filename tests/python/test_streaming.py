@@ -11,7 +11,8 @@ from test_offload import BUFFER, backward, moved, pair, run, same, same_steps
 from torch.nn import Parameter
 
 import halfstep
-from halfstep import _devices, streaming
+from halfstep._placement import streams
+from halfstep._tensors import devices
 
 pair = functools.partial(pair, kind="StateStreaming")
 
@@ -23,13 +24,13 @@ def test_states_take_turns(fake):
     run(fake, both, 1, 2)
     params, opt = both[1]
     (bus,) = opt._parts.placement.buses
-    assert len(bus.stages) > 4 and len(bus.buffers) == streaming.BUFFERS
+    assert len(bus.stages) > 4 and len(bus.buffers) == streams.BUFFERS
     assert all(stage.size <= BUFFER * 1.2 or len(stage.places) == 1 for stage in bus.stages)
     size = sum(
         v.numel() * v.element_size()
         for p, state in opt.state.items()
         for v in state.values()
-        if v.dim() and _devices.of(v).type == "cpu"
+        if v.dim() and devices.of(v).type == "cpu"
     )
     held = sum(b.memory.numel() for b in bus.buffers)
     assert held < size
@@ -67,7 +68,7 @@ def test_what_others_write_into_states_counts(gpu):
             opt.step()
         assert opt.skipped_steps == 1  # which waits
         for bus in getattr(opt, "_buses", ()):
-            _devices.wait(bus.up.event())
+            devices.wait(bus.up.event())
         for name in ("body.weight", "a", "e"):
             opt.state[params[name]]["exp_avg"].fill_(0.25)
     same_steps(gpu, both, 3, 5)
@@ -146,7 +147,7 @@ def test_the_plan_is_what_is_held(fake):
         fake,
         halfstep.AdamW,
         "ecc8-int8",
-        how={"minimal_size": 0, "buffer": streaming.BUFFER_BYTES},
+        how={"minimal_size": 0, "buffer": streams.BUFFER_BYTES},
         shapes={"a": (64, 64), "b": (128, 32)},
     )
     run(fake, both, 1, 3)

@@ -19,7 +19,7 @@ from test_cuda import fake, gpu  # noqa: F401
 from torch import nn
 
 import halfstep
-from halfstep import _devices
+from halfstep._tensors import devices
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
@@ -379,7 +379,7 @@ def arrive(opt):
     in them."""
     for held in getattr(opt._parts.placement, "copies", {}).values():
         if held.down is not None:
-            _devices.wait(held.down)
+            devices.wait(held.down)
 
 
 def same_there(gpu, one, other):

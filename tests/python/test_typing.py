@@ -13,8 +13,9 @@ import sys
 import pytest
 
 import halfstep
-from halfstep import _abi, rules
-from halfstep._signatures import COMMON
+from halfstep import rules
+from halfstep._library import abi
+from halfstep._library.signatures import COMMON
 from halfstep.optimizer import Optimizer
 
 ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), os.pardir, os.pardir))
@@ -75,7 +76,7 @@ def package(tmp_path_factory):
     shutil.copytree(PACKAGE, folder / "halfstep", ignore=shutil.ignore_patterns("*.pyi"))
     stub = os.path.join(ROOT, "cmake", "stub.py")
     path = os.path.join(folder, "halfstep", "__init__.pyi")
-    subprocess.run([sys.executable, "-I", stub, _abi.path, path], check=True)
+    subprocess.run([sys.executable, "-I", stub, abi.path, path], check=True)
     return str(folder)
 
 

@@ -20,7 +20,8 @@ from conftest import (
 from torch.nn import Parameter
 
 import halfstep
-from halfstep import _abi, _devices
+from halfstep._library import abi
+from halfstep._tensors import devices
 from halfstep.compat import flashoptim, optimi
 
 
@@ -47,7 +48,7 @@ def test_steps(rule, recipe):
     """A gradient or weight that is such a view is stepped to the bits of the plain one. Every rule
     runs, with the recipes in turn, released or not."""
     dtype, formats = RECIPES[recipe]
-    release = not _abi.rules[rule].totals
+    release = not abi.rules[rule].totals
     plain, seen, kept = (parameters(dtype, SHAPES) for _ in range(3))
     for p in kept.values():
         p.data = negated(p)
@@ -293,5 +294,5 @@ def test_every_address_is_taken_of_tensors_in_order():
         value[:, :3],
         zeros((6, 5)),
     ):
-        for found in (_devices.contiguous(view), _devices.to_cpu(view), _devices.clone(view)):
-            assert _devices.is_plain(found) and torch.equal(found, view.clone())
+        for found in (devices.contiguous(view), devices.to_cpu(view), devices.clone(view)):
+            assert devices.is_plain(found) and torch.equal(found, view.clone())

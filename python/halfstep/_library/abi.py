@@ -336,7 +336,7 @@ def _library_path() -> str:
     name = {"win32": "halfstep.dll", "darwin": "libhalfstep.dylib"}.get(
         sys.platform, "libhalfstep.so"
     )
-    return os.path.join(os.path.dirname(os.path.abspath(__file__)), name)
+    return os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), name)
 
 
 def _load(path: str) -> ctypes.CDLL:

@@ -3,9 +3,11 @@ in one piece or in parts. A record holds the numbers of an optimizer, a group or
 
 from ctypes import addressof, byref, c_int32, c_void_p
 
-from . import _abi
-from ._abi import RECORD_TENSOR, SLOT_STATE, Call, Record, invoke, lib
-from ._layout import GRID
+from . import abi
+from .abi import RECORD_TENSOR, SLOT_STATE, Call, Record, invoke, lib
+
+#: the end of the name of a number: the grid of a second moment
+GRID = ".grid"
 
 # ---- Calls ---------------------------------------------------------------------------------------
 
@@ -15,7 +17,7 @@ def all_tensors(weights, gradients, micro=False, statistics=None, ahead=None):
     pointers, and `ahead` is an array of Ahead or None. All must live as long as the call.
     `statistics` is an address."""
     return Call.new(
-        kind=_abi.CALL_STEP,
+        kind=abi.CALL_STEP,
         micro=micro,
         weights=None if weights is None or micro else addressof(weights),
         gradients=None if gradients is None else addressof(gradients),
@@ -30,7 +32,7 @@ def one_tensor(tensor, weight=None, gradient=None, micro=False, ahead=None):
     pointers = (c_void_p * 2)(weight, gradient)
     place = addressof(pointers)
     call = Call.new(
-        kind=_abi.CALL_TENSOR,
+        kind=abi.CALL_TENSOR,
         tensor=tensor,
         micro=micro,
         weights=None if micro else place,
@@ -44,7 +46,7 @@ def one_tensor(tensor, weight=None, gradient=None, micro=False, ahead=None):
 def end_of_round(statistics=None, weights=None):
     """Describes the end of a round of gradient release. `weights` are for states in storage."""
     weights = None if weights is None else addressof(weights)
-    return Call.new(kind=_abi.CALL_ROUND, weights=weights, statistics=statistics)
+    return Call.new(kind=abi.CALL_ROUND, weights=weights, statistics=statistics)
 
 
 def run(handle, call):
@@ -112,10 +114,10 @@ def _place(rule, name):
     states = [s.name + GRID for s in rule.states]
     if name in states:
         return "grid", states.index(name)
-    raise _abi.HalfstepValueError(
+    raise abi.HalfstepValueError(
         f"halfstep: {rule.name} keeps no number {name!r} of a parameter; it keeps"
         f" {', '.join(rule.scalars) or 'none'}",
-        _abi.ERROR_NAME,
+        abi.ERROR_NAME,
     )
 
 
@@ -139,7 +141,7 @@ def read_number(handle, index, rule, name):
 def bind(handle, index, rule, planes, step, numbers):
     """Binds tensors to the record of a tensor, so that the library keeps them equal to it. `step`
     is the step count. `numbers` holds the counters, scalars and grids by name."""
-    places = _abi.RecordPlaces.new(step=step.data_ptr())
+    places = abi.RecordPlaces.new(step=step.data_ptr())
     for key in ("state_steps", "full_steps", "writes"):
         setattr(places, key, numbers[key].data_ptr())
     for i, name in enumerate(rule.scalars):

@@ -7,7 +7,7 @@ needs torch, so that cmake/stub.py can write the package's stub without it.
 
 import textwrap
 
-from . import _abi
+from . import abi
 
 #: common options that come from the table; Optimizer's docstring describes them beside its own
 COMMON = ("maximize", "centralize", "cautious")
@@ -81,7 +81,7 @@ def options_of(rule, common):
         if name in COMMON:
             if name != "cautious" or rule.cautious:
                 shared[name] = _value(hyper)
-        elif name in _abi.BETAS:
+        elif name in abi.BETAS:
             betas.append(hyper.initial)
         else:
             own[name] = _value(hyper)
@@ -132,7 +132,7 @@ _TITLES = {
     "decoupled_weight_decay": "True: weight decay does not go through the gradient, as in AdamW",
     "ns_coefficients": (
         "coefficients of the Newton-Schulz iteration, or the name of a published list, which has a"
-        f" least number of iterations: {', '.join(_abi.choices('ns_coefficients')[1:])}"
+        f" least number of iterations: {', '.join(abi.choices('ns_coefficients')[1:])}"
     ),
     "matrix": (
         'what a parameter of three or more dimensions is: "last-two", a stack of matrices of the'
@@ -167,7 +167,7 @@ _TITLES = {
 def title_of(rule, name):
     """Returns what a rule's option means, in one sentence."""
     if name == "betas":
-        return "; ".join(rule.hypers[n].title for n in _abi.BETAS if n in rule.hypers)
+        return "; ".join(rule.hypers[n].title for n in abi.BETAS if n in rule.hypers)
     for key in ((rule.name, name), name):
         if key in _TITLES:
             return _TITLES[key]
@@ -188,7 +188,7 @@ def _interval(hyper):
 def bounds_of(rule, name):
     """Returns the bounds of a rule's option in brackets, or "" if its values are no numbers."""
     name = {("muon", "eps"): "ns_eps", ("muon", "adam_eps"): "eps"}.get((rule.name, name), name)
-    names = _abi.BETAS if name == "betas" else (name,) if (rule.name, name) not in _TITLES else ()
+    names = abi.BETAS if name == "betas" else (name,) if (rule.name, name) not in _TITLES else ()
     hypers = [rule.hypers[n] for n in names if n in rule.hypers]
     found = [_interval(hyper) for hyper in hypers if not hyper.switch and not hyper.words]
     return f" ({'; '.join(dict.fromkeys(found))})" if found else ""

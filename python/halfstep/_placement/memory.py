@@ -3,10 +3,11 @@ and streaming.py have other placements."""
 
 import contextlib
 
-from . import _devices, _matrices, _owners, _sharding
-from ._members import Wanted
-from ._parameters import check_gradient
-from ._sharding import stored
+from .._ranks import ownership
+from .._states.members import Wanted
+from .._tensors import devices, matrices, sharding
+from .._tensors.parameters import check_gradient
+from .._tensors.sharding import stored
 
 
 class Placement:
@@ -21,7 +22,7 @@ class Placement:
         groups by index."""
         names = self.names
         ids = names.identities([p for _, _, p, _ in members])
-        how = [_matrices.how_of(group) for group in self.groups]
+        how = [matrices.how_of(group) for group in self.groups]
         wanted = [
             Wanted(p, g, gradient, names.of(g, i), ids[p], names.recipe(g, i), self.home(p), how[g])
             for g, i, p, gradient in members
@@ -33,19 +34,19 @@ class Placement:
 
     def home(self, p):
         """Returns the device that a parameter is stepped on."""
-        return _devices.of(stored(p))
+        return devices.of(stored(p))
 
     def divide(self, wanted):
         """Returns what each handle has, as Engine takes it, of a list of Wanted."""
         found, gathered, owners = {}, [], self.groups.options.owners
         for one in wanted:
-            if _sharding.is_gathered(one.rule, one.p, one.how, owners):
+            if sharding.is_gathered(one.rule, one.p, one.how, owners):
                 gathered.append(one)
             else:
                 found.setdefault(one.home, []).append(one)
         places = {one.group for one in gathered}
         values = {g: self.groups.options.values(self.groups[g]) for g in places}
-        return [(device, None, some) for device, some in found.items()] + _owners.divide(
+        return [(device, None, some) for device, some in found.items()] + ownership.divide(
             gathered, owners, values, self.kept
         )
 
@@ -55,7 +56,7 @@ class Placement:
 
     def check_device(self, p, name):
         """Raises ValueError if a parameter cannot be stepped because of where it lies."""
-        _devices.check(stored(p), name)
+        devices.check(stored(p), name)
 
     def built(self, params):
         """Runs after handles were made anew. `params` are all parameters."""
@@ -77,7 +78,7 @@ class Placement:
 
     def weight_here(self, m):
         """Returns the weight of a member in CPU memory, in memory order, for reading."""
-        return _devices.to_cpu(stored(m.p))
+        return devices.to_cpu(stored(m.p))
 
     def arrive(self, members):
         """Waits for the copies that bring() has begun."""

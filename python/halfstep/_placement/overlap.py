@@ -6,10 +6,11 @@ from ctypes import byref, c_uint64
 
 import torch
 
-from . import _abi, _calls, _devices
-from ._abi import lib
-from ._gather import Gathered
-from ._options import bytes_of
+from .._library import abi, calls
+from .._library.abi import lib
+from .._settings.options import bytes_of
+from .._step.gather import Gathered
+from .._tensors import devices
 
 #: so many steps in a row that are made again end the steps in advance for a while
 MOST_REDONE = 3
@@ -88,7 +89,7 @@ class Overlap:
         room = found and self._room(m, copy)
         if not room:
             return
-        call = _calls.one_tensor(m.index, *found, ahead=self._places(room))
+        call = calls.one_tensor(m.index, *found, ahead=self._places(room))
         result = self.results[p] = _Result(engine, m, room, self._mark(m, copy), call)
         self.placement.send(self.make, result, copy)
 
@@ -117,7 +118,7 @@ class Overlap:
                 return None
             self.taken += needed
             room = self.rooms[m.p] = (
-                _devices.pinned(copy.weight.shape, copy.weight.dtype),
+                devices.pinned(copy.weight.shape, copy.weight.dtype),
                 torch.empty(size.value, dtype=torch.uint8, device="cpu"),
             )
         return room
@@ -128,7 +129,7 @@ class Overlap:
     @staticmethod
     def _places(room):
         # torch aligns memory to 64 bytes, but gives none for no bytes.
-        return _abi.Ahead(room[0].data_ptr(), room[1].data_ptr() or room[0].data_ptr())
+        return abi.Ahead(room[0].data_ptr(), room[1].data_ptr() or room[0].data_ptr())
 
     @staticmethod
     def _mark(m, copy):
@@ -141,8 +142,8 @@ class Overlap:
         try:
             self.placement.complete(copy)
             if copy.down is not None:
-                _devices.wait(copy.down)
-            result.whole = _calls.run(result.m.handle, result.call) == _abi.OK
+                devices.wait(copy.down)
+            result.whole = calls.run(result.m.handle, result.call) == abi.OK
         except Exception:  # as in take()
             return
 
@@ -174,7 +175,7 @@ class Overlap:
             ):
                 self.spoiled = True
                 continue
-            found = (_abi.Ahead * len(engine.members))() if found is None else found
+            found = (abi.Ahead * len(engine.members))() if found is None else found
             found[engine.index_of[p]] = self._places((result.weight, result.states))
             self.used[p] = result
         return found

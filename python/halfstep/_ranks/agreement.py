@@ -13,13 +13,14 @@ import weakref
 
 import torch
 
-from . import _abi, _calls, _devices
-from ._abi import check, lib
-from ._rank_classes import add_up, agree_on, classes_of, in_order, limbs_of, ranks_of, value_of
-from ._sharding import group_of, is_sharded_buffer, number_of
+from .._library import abi, calls
+from .._library.abi import check, lib
+from .._tensors import devices
+from .._tensors.sharding import group_of, is_sharded_buffer, number_of
+from .classes import add_up, agree_on, classes_of, in_order, limbs_of, ranks_of, value_of
 
 #: number of the statistics before the flags of the tensors: the limbs of the sum of all squares
-HEAD = _calls.count_statistics(None, _calls.end_of_round())[0]
+HEAD = calls.count_statistics(None, calls.end_of_round())[0]
 
 
 class Ranks:
@@ -62,9 +63,9 @@ class Ranks:
         #: places: for each member, the start and the number of its sums
         self.slices, self.places, at = [], [], self.sums
         for part in engine.parts:
-            first, summed = at, self._count_sums(part, _calls.all_tensors(None, None))
+            first, summed = at, self._count_sums(part, calls.all_tensors(None, None))
             for i in range(part.n):
-                many = self._count_sums(part, _calls.one_tensor(i)) if summed else 0
+                many = self._count_sums(part, calls.one_tensor(i)) if summed else 0
                 self.places.append((at, many))
                 at += many
             self.slices.append(
@@ -83,7 +84,7 @@ class Ranks:
     @staticmethod
     def _count_sums(handle, call):
         """Returns how many integers of a call's statistics are sums over tensors."""
-        count, offset = _calls.count_statistics(handle, call)
+        count, offset = calls.count_statistics(handle, call)
         return count - offset
 
     @property
@@ -100,7 +101,7 @@ class Ranks:
         parameter."""
         members = self._members(cls)
         size = len(cls.params)
-        packed = _devices.zeros(HEAD + 2 * size + 1, torch.int64)
+        packed = devices.zeros(HEAD + 2 * size + 1, torch.int64)
         packed[:HEAD] = statistics[:HEAD]
         packed[-1] = int(len(self.classes) > 1)
         for row, i in members:
@@ -155,7 +156,7 @@ class Ranks:
         the array. Fails before that if only some of the ranks have one."""
         for cls in self.divided:
             if any(p in self.gathered for p in cls.params):
-                counts = _devices.zeros(len(cls.params), torch.int64)
+                counts = devices.zeros(len(cls.params), torch.int64)
                 for row, i in self._members(cls):
                     counts[row] = int(bool(gradients[i]))
                 add_up(counts, cls.groups)
@@ -198,7 +199,7 @@ class Ranks:
 
     def _scalars(self, i):
         m, rule = self.members[i], self.engine.rule
-        return list(_calls.read(m.handle, _abi.RECORD_TENSOR, m.index).scalar)[: len(rule.scalars)]
+        return list(calls.read(m.handle, abi.RECORD_TENSOR, m.index).scalar)[: len(rule.scalars)]
 
     def _share_estimates(self):
         """Gives every handle of every rank the scalars of the handle that has come furthest,
@@ -224,15 +225,15 @@ class Ranks:
             for key, i in self.firsts.items():
                 m = self.members[i]
                 if key[1] == row and own[key] != scalars:
-                    record = _calls.read(m.handle, _abi.RECORD_TENSOR, m.index)
+                    record = calls.read(m.handle, abi.RECORD_TENSOR, m.index)
                     record.scalar[: len(scalars)] = scalars
-                    _calls.restore(m.handle, record)
+                    calls.restore(m.handle, record)
 
     def tell_estimates(self, groups):
         """Writes the current `d` into the groups."""
         for (_, row), i in self.firsts.items():
             m = self.members[i]
-            self.estimates[self.numbers[row]] = _calls.read_number(
+            self.estimates[self.numbers[row]] = calls.read_number(
                 m.handle, m.index, self.engine.rule, "d"
             )
         for group in groups:
@@ -240,13 +241,13 @@ class Ranks:
 
     def _begin(self, gradients, micro, ahead):
         """Returns the statistics of some gradients on this rank."""
-        found = _devices.zeros(self.count, torch.int64)
+        found = devices.zeros(self.count, torch.int64)
         for part, (flags, sums) in zip(self.engine.parts, self.slices):
             own = torch.zeros(
                 HEAD + part.n + sums.stop - sums.start, dtype=torch.int64, device="cpu"
             )
             some, results = part.slice(gradients), part.results(ahead)
-            _calls.begin(part, _calls.all_tensors(None, some, micro, own.data_ptr(), results))
+            calls.begin(part, calls.all_tensors(None, some, micro, own.data_ptr(), results))
             found[:HEAD] += own[:HEAD]
             found[flags] = own[HEAD : HEAD + part.n]
         return found
@@ -257,7 +258,7 @@ class Ranks:
         gradient that is not finite refuses the whole step. `ahead` is an array of Ahead, or
         None."""
         self._gather_gradients(gradients)
-        parts, total = self.engine.parts, _devices.zeros(self.count, torch.int64)
+        parts, total = self.engine.parts, devices.zeros(self.count, torch.int64)
         # States arrive while gradients are scanned.
         for stage in [part.stage for part in parts if part.stage is not None][:2]:
             stage.begin()
@@ -275,7 +276,7 @@ class Ranks:
             total += statistics
         own = refuses = bool(total[HEAD : self.sums].any())
         if self.norm_groups:
-            packed = _devices.zeros(HEAD + 1, torch.int64)
+            packed = devices.zeros(HEAD + 1, torch.int64)
             packed[:HEAD], packed[HEAD] = self._counted(squares).view(-1), int(own)
             add_up(packed, self.norm_groups)
             total[:HEAD], refuses = packed[:HEAD], bool(packed[HEAD])
@@ -293,7 +294,7 @@ class Ranks:
             """Returns the statistics of one handle, and the call with them."""
             own = torch.cat([total[:HEAD], total[flags], total[sums]])
             pointers = part.slice(weights), part.slice(gradients), part.results(ahead)
-            call = _calls.all_tensors(*pointers[:2], micro, own.data_ptr(), pointers[2])
+            call = calls.all_tensors(*pointers[:2], micro, own.data_ptr(), pointers[2])
             call.pointers = pointers  # keeps them alive as long as the call
             return own, call
 
@@ -304,19 +305,19 @@ class Ranks:
             for part, flags, sums in chosen:
                 own, call = described(part, flags, sums)
                 with part.states(not whole, False):
-                    _calls.norms(part, call)
+                    calls.norms(part, call)
                 total[sums] = own[HEAD + part.n :]
             self._share_sums(total)
             if totals:
                 self._add_totals(total, mixed)
-        code = _abi.OK, parts[0]
+        code = abi.OK, parts[0]
         for part, flags, sums in chosen:
             own, call = described(part, flags, sums)
             with part.states(not whole):
-                given = _calls.finish(part, call)
-            if given == _abi.OK and part.asynchronous and own[HEAD : HEAD + part.n].any():
+                given = calls.finish(part, call)
+            if given == abi.OK and part.asynchronous and own[HEAD : HEAD + part.n].any():
                 given = lib.halfstep_synchronize(part)
-            if given == _abi.NONFINITE:
+            if given == abi.NONFINITE:
                 code = given, part
             else:
                 check(given, part)
@@ -329,18 +330,18 @@ class Ranks:
         """Does the work of step() for one member, in gradient release. Returns the code."""
         handle = m.handle
         groups = next((c.groups for c in self.classes if any(p is m.p for p in c.params)), ())
-        call = _calls.one_tensor(m.index, weight, gradient, micro)
-        count, offset = _calls.count_statistics(handle, call)
-        statistics = _devices.zeros(count, torch.int64)
+        call = calls.one_tensor(m.index, weight, gradient, micro)
+        count, offset = calls.count_statistics(handle, call)
+        statistics = devices.zeros(count, torch.int64)
         call.statistics = statistics.data_ptr()
-        _calls.begin(handle, call)
+        calls.begin(handle, call)
         add_up(statistics, groups)
         if count > offset and not micro:
-            _calls.norms(handle, call)
+            calls.norms(handle, call)
             sums = statistics[offset:].clone()
             add_up(sums, groups)
             statistics[offset:] = sums
-        return _calls.finish(handle, call)
+        return calls.finish(handle, call)
 
     def end_round(self):
         if len(self.classes) > 1:
@@ -348,18 +349,18 @@ class Ranks:
                 "halfstep: in release the norm of a round cannot be taken over parameters of"
                 ' several meshes; use clip="per-tensor", or one mesh for all'
             )
-        total = _devices.zeros(HEAD, torch.int64)
+        total = devices.zeros(HEAD, torch.int64)
         for part in self.engine.parts:
             statistics = torch.zeros_like(total)
-            _calls.begin(part, _calls.end_of_round(statistics.data_ptr()))
+            calls.begin(part, calls.end_of_round(statistics.data_ptr()))
             total += statistics
         for cls in self.classes:
             add_up(total, cls.groups)
         total = self._counted([total])
         add_up(total, self.norm_groups)
-        code = _abi.OK
+        code = abi.OK
         for part in self.engine.parts:
-            given = _calls.finish(part, _calls.end_of_round(total.data_ptr()))
+            given = calls.finish(part, calls.end_of_round(total.data_ptr()))
             code = code or given
         return code
 
@@ -389,7 +390,7 @@ def agree(settings, groups, wanted):
     `wanted` holds the name, id and recipe of every parameter.
     """
     common = {key: str(getattr(settings, key)) for key in _COMMON}
-    if _abi.rules[settings.rule].totals:
+    if abi.rules[settings.rule].totals:
         common["d_group"] = str(sorted(set(map(number_of, groups))))
     group = group_of(settings.norm_group)
     if group is not None:  # its ranks hold different parameters

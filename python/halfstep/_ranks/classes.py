@@ -4,9 +4,9 @@ import math
 
 import torch
 
-from ._matrices import how_of
-from ._names import some
-from ._sharding import group_of, holders_of, is_dtensor, is_gathered, sharing_groups
+from .._settings.naming import some
+from .._tensors.matrices import how_of
+from .._tensors.sharding import group_of, holders_of, is_dtensor, is_gathered, sharing_groups
 
 #: bits of a limb of an exact sum, and the exponent of its unit (src/base/exact.h)
 _LIMB, _UNIT = 32, -1074

@@ -13,9 +13,10 @@ from functools import lru_cache
 
 import torch
 
-from . import _abi, _devices, _matrices, _sharding
-from ._parameters import stored_dtype
-from ._sharding import local, stored, stored_whole
+from .._library import abi
+from .._tensors import devices, matrices, sharding
+from .._tensors.parameters import stored_dtype
+from .._tensors.sharding import local, stored, stored_whole
 
 #: the most bytes of weights and states that an owner has of one batch, unless one matrix has more
 BATCH_BYTES = 64 << 20
@@ -36,12 +37,12 @@ class Team:
 
     def __init__(self, p, owners):
         dist = torch.distributed
-        self.groups = _sharding.sharing_groups(p, owners)
+        self.groups = sharding.sharing_groups(p, owners)
         self.ranks = [dist.get_rank()]
         if len(self.groups) == 1:
             self.ranks = dist.get_process_group_ranks(self.groups[0])
         elif self.groups:
-            self.ranks = _sharding.holders_of(p, owners)
+            self.ranks = sharding.holders_of(p, owners)
         self.here = self.ranks.index(dist.get_rank())
 
     @property
@@ -69,9 +70,9 @@ class Team:
         tensors into[i] with those of rank i. There are none of this rank."""
         device = _carrier(self.group, device)
         sizes = [[sum(map(_packed, some)) for some in lists] for lists in (out, into)]
-        sent, got = (_devices.zeros((sum(some),), torch.uint8, device) for some in sizes)
+        sent, got = (devices.zeros((sum(some),), torch.uint8, device) for some in sizes)
         for view, tensor in _views(sent, [tensor for some in out for tensor in some]):
-            _devices.copy(view, tensor)
+            devices.copy(view, tensor)
         work = torch.distributed.all_to_all_single(
             got, sent, sizes[1], sizes[0], group=self.group, async_op=True
         )
@@ -79,26 +80,26 @@ class Team:
         def finish(sent=sent):  # which has to live until then
             work.wait()
             for view, tensor in _views(got, [tensor for some in into for tensor in some]):
-                _devices.copy(tensor, view)
+                devices.copy(tensor, view)
 
         return finish
 
     def publish(self, device, of, tensors):
         """Begins to send tensors of the rank in place `of` to all. Returns a function that waits,
         and fills the same tensors of the others."""
-        sent = _devices.zeros(
+        sent = devices.zeros(
             (sum(map(_packed, tensors)),), torch.uint8, _carrier(self.group, device)
         )
         if of == self.here:
             for view, tensor in _views(sent, tensors):
-                _devices.copy(view, tensor)
+                devices.copy(view, tensor)
         work = torch.distributed.broadcast(sent, self.ranks[of], group=self.group, async_op=True)
 
         def finish():
             work.wait()
             if of != self.here:
                 for view, tensor in _views(sent, tensors):
-                    _devices.copy(tensor, view)
+                    devices.copy(tensor, view)
 
         return finish
 
@@ -136,7 +137,7 @@ def _carrier(group, device):
     types = {d.type for d in getattr(group, "_device_types", ())} or {"cpu"}
     if device.type in types:
         return device
-    return _devices.HOST if "cpu" in types else torch.device(sorted(types)[0])
+    return devices.HOST if "cpu" in types else torch.device(sorted(types)[0])
 
 
 def _packed(tensor):
@@ -162,11 +163,11 @@ _STRETCH = 5
 def work_of(one, values):
     """Returns the work of a step of a Wanted: multiplications of Newton-Schulz, or the number of
     elements for a rule without products. `values` are Options.values() of its group."""
-    laid = _matrices.lay(one.rule, one.p.shape, one.how)
-    rows, columns = _matrices.rows_of(laid)
-    if not _matrices.has_products(_abi.rules[one.rule]):
+    laid = matrices.lay(one.rule, one.p.shape, one.how)
+    rows, columns = matrices.rows_of(laid)
+    if not matrices.has_products(abi.rules[one.rule]):
         return rows * columns
-    starts = laid.starts if isinstance(laid, _matrices.Laid) else [0, rows]
+    starts = laid.starts if isinstance(laid, matrices.Laid) else [0, rows]
     steps, work = int(values["ns_steps"]), 0
     for first, last in zip(starts, starts[1:]):
         least, most = sorted((last - first, columns))
@@ -228,8 +229,8 @@ def divide(wanted, owners, values, kept):
 
 def _bytes_of(one):
     """Returns the bytes of weight and states, times how often each byte is sent."""
-    laid = _matrices.lay(one.rule, one.p.shape, one.how)
-    taken = _abi.forecast((one.recipe, _matrices.fields_of(laid), 1))
+    laid = matrices.lay(one.rule, one.p.shape, one.how)
+    taken = abi.forecast((one.recipe, matrices.fields_of(laid), 1))
     size = taken.weights + taken.largest_states
     placements = getattr(one.p, "placements", ())
     if any(hasattr(x, "dim") for x in placements):
@@ -293,7 +294,7 @@ class Room:
     def view(self, piece):
         """Returns a tensor of the room."""
         if self._memory is None:
-            self._memory = _devices.zeros((self.size,), torch.uint8, self.device)
+            self._memory = devices.zeros((self.size,), torch.uint8, self.device)
         memory = self._memory[piece.place : piece.place + piece.size]
         return memory.view(piece.dtype).view(piece.shape)
 
@@ -351,7 +352,7 @@ class Batch:
 
     def weight(self, m):
         """Returns the address of the whole weight of a member."""
-        return _sharding.address(self._room_of(self.pieces[m]["weight"]))
+        return sharding.address(self._room_of(self.pieces[m]["weight"]))
 
     # ---- Parts come and go -----------------------------------------------------------------------
 
@@ -380,7 +381,7 @@ class Batch:
 
         def finish():  # until then another batch is in the room
             for to, tensor in own:
-                _devices.copy(to, tensor)
+                devices.copy(to, tensor)
             if arrive is not None:
                 arrive()
 
@@ -405,13 +406,13 @@ class Batch:
             if piece.box is not None:
                 into[piece.owner].append(self._here(m, piece))
         for to, tensor in self._take_own(out, into):
-            _devices.copy(to, tensor)
+            devices.copy(to, tensor)
         if cut:
             self.room.back.append(self.team.exchange(self.room.device, out, into))
         whole = [(m, piece) for m, piece in some if piece.public]
         for m, piece in whole:
             if piece.owner == here:
-                _devices.copy(self._here(m, piece), self._whole(m, piece))
+                devices.copy(self._here(m, piece), self._whole(m, piece))
         for owner in sorted({piece.owner for _, piece in whole}):
             tensors = [self._here(m, piece) for m, piece in whole if piece.owner == owner]
             if len(self.team.ranks) > 1:
@@ -422,7 +423,7 @@ class Batch:
         """Takes this rank's part of a gradient. Returns the address of the member's weight, and an
         address that stands for its gradient until gather_gradients()."""
         self.given[m] = grad
-        return self.weight(m), _sharding.address(_EMPTY)
+        return self.weight(m), sharding.address(_EMPTY)
 
     def gather_gradients(self, members):
         """Brings the gradients of members to their owners. The members are those of the present
@@ -433,14 +434,14 @@ class Batch:
         self.gradients, moved = {}, []
         for m, piece in pieces:
             if piece.sources.keys() == {self.team.here} and piece.owner == self.team.here:
-                self.gradients[m] = _devices.contiguous(self.given[m])
+                self.gradients[m] = devices.contiguous(self.given[m])
                 continue
             if piece.owner == self.team.here:
-                self.gradients[m] = _devices.zeros(piece.shape, piece.dtype, self.room.device)
+                self.gradients[m] = devices.zeros(piece.shape, piece.dtype, self.room.device)
             moved.append((m, piece))
         self._gather(moved)()
         self.given = {}
-        return [_sharding.address(self.gradients.get(m, _EMPTY)) for m in members]
+        return [sharding.address(self.gradients.get(m, _EMPTY)) for m in members]
 
     def _pieces_of(self, members):
         """Returns (member, piece) of weights and states."""

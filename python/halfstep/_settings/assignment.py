@@ -6,8 +6,8 @@ from glob import escape
 import torch
 from torch.nn.parameter import UninitializedTensorMixin
 
-from ._names import without_wrappers
-from ._signatures import ADAMW_NAMES
+from .._library.signatures import ADAMW_NAMES
+from .naming import without_wrappers
 
 #: options of a group that mean something else to each rule
 _EACH_ITS_OWN = ("lr", "eps")

@@ -1,14 +1,18 @@
 """Keeps the groups of an optimizer, and says what their options mean to the library."""
 
+import math
 from difflib import SequenceMatcher
+from typing import Any, NamedTuple, Optional
 
 import torch
 
-from . import _abi, _layout, _sharding
-from ._members import Settings
-from ._parameters import could_be_packed, is_packed_format
-from ._torch import warn_once
+from .._library import abi
+from .._tensors import sharding
+from .._tensors.parameters import could_be_packed, is_packed_format
+from .._tensors.torch_private import warn_once
 
+#: keys of a group that hold counts of the optimizer, always there and always current
+TOLD = ("group_steps", "skipped_steps", "last_norm")
 #: keys of groups that are no options: those of torch, of its schedulers, and of this package
 _GROUP_KEYS = {
     "params",
@@ -23,7 +27,7 @@ _GROUP_KEYS = {
     "ids",
     "recipes",
     "first_lr",
-    *_layout.TOLD,
+    *TOLD,
 }
 #: dtypes of weights whose format an option says
 _LOW = (torch.bfloat16, torch.float16)
@@ -42,6 +46,22 @@ def _is_misspelt(key, option):
 
 #: attributes of torch's optimizers that are kept here
 LISTS = ("param_groups", "state", "defaults")
+
+
+class Settings(NamedTuple):
+    """The options of an optimizer that its handles depend on."""
+
+    rule: str
+    rules: tuple  # of each group
+    seed: int
+    threads: int
+    clip_norm: Optional[float]
+    clip: Optional[str]
+    scan: Optional[str]
+    generator: Optional[str]
+    flat: Any
+    norm_group: Any
+    owners: Any
 
 
 class Groups:
@@ -89,7 +109,7 @@ class Groups:
 
     def row_of(self, group):
         """Returns the row of the rule that steps a group."""
-        return _abi.rules[self.options.rule_of(group)]
+        return abi.rules[self.options.rule_of(group)]
 
     def group_of(self, p):
         """Returns the group of a parameter. Raises ValueError if the optimizer does not have it."""
@@ -126,7 +146,7 @@ class Groups:
     def begin(self, group):
         """Completes a group that was just added. Removes what another optimizer has written into
         it."""
-        for key in ("ids", "recipes", "first_lr", *_layout.TOLD):
+        for key in ("ids", "recipes", "first_lr", *TOLD):
             group.pop(key, None)
         first = self[0]
         group.update(
@@ -147,39 +167,39 @@ class Groups:
     def check_rates(self):
         """Raises ValueError if groups that share one estimate of the lr (Prodigy) have two rates
         above 0."""
-        if not _abi.rules[self.options.rule].totals:
+        if not abi.rules[self.options.rule].totals:
             return
         rates = {}
         for group in self:
             lr = group["lr"]
             if isinstance(lr, torch.Tensor) and lr.device.type != "cpu" or not float(lr):
                 continue
-            if rates.setdefault(_sharding.number_of(group), float(lr)) != float(lr):
+            if rates.setdefault(sharding.number_of(group), float(lr)) != float(lr):
                 raise ValueError(
                     f"halfstep: groups of {self.options.title} share one estimate of the learning"
                     " rate, so their lr must be equal or 0, not"
-                    f" {rates[_sharding.number_of(group)]:g} and {float(lr):g}; with another"
+                    f" {rates[sharding.number_of(group)]:g} and {float(lr):g}; with another"
                     " d_group each has an estimate of its own"
                 )
 
     def show_estimates(self):
         """Puts the estimate of the learning rate (Prodigy's d) into the groups, from the states of
         their parameters."""
-        if not _abi.rules[self.options.rule].totals:
+        if not abi.rules[self.options.rule].totals:
             return
         shared = {}
         for group in self:
             for p in group["params"]:
                 d = (self.state.get(p) or {}).get("d")
-                number = _sharding.number_of(group)
+                number = sharding.number_of(group)
                 shared[number] = max(shared.get(number, 0.0), 0.0 if d is None else float(d))
         for group in self:
-            group["d"] = shared.get(_sharding.number_of(group), 0.0) or group["d0"]
+            group["d"] = shared.get(sharding.number_of(group), 0.0) or group["d0"]
 
     def check_quantized(self):
         """Raises ValueError if 8-bit weights are asked for and no parameter has any, although one
         could."""
-        if any(map(_sharding.is_packed, self.params())):
+        if any(map(sharding.is_packed, self.params())):
             return
         for group in self:
             for p in group["params"]:
@@ -200,7 +220,7 @@ class Groups:
             if group.get("weights") not in (None, "f32")
             and any(p.dim() > 1 and self.takes_part(p) for p in group["params"])
         ]
-        if asked and all(p.dtype == torch.float32 and not _sharding.is_packed(p) for p in params):
+        if asked and all(p.dtype == torch.float32 and not sharding.is_packed(p) for p in params):
             warn_once(
                 f"weights={asked[0]!r} has nothing to act on: all {len(params)} parameters are"
                 " float32, as trainers keep them with bf16=True; load the model in bfloat16"
@@ -219,3 +239,22 @@ class Groups:
                         f"halfstep: a group has the key {key!r}, which is not an option of"
                         f" {self.options.title}; {near!r} is one"
                     )
+
+
+def check_generator(group, place):
+    """Raises ValueError if a saved group has a seed and not the generator that goes with it."""
+    if "seed" in group and "generator" not in group:
+        raise ValueError(
+            f"halfstep: group {place} of this state has a 'seed' and no 'generator', so its random"
+            " bits are not known: add the generator of the optimizer that saved it"
+        )
+
+
+def check_told(key, value, place):
+    """Raises ValueError if a count or norm of a group is not valid."""
+    if key == "last_norm":
+        good, means = abi.is_real(value) and 0.0 <= value < math.inf, "is not a finite norm"
+    else:
+        good, means = abi.is_count(value), "is not a count"
+    if not good:
+        raise ValueError(f"halfstep: {key!r} of group {place} is {value!r}, which {means}")

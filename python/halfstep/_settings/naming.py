@@ -4,8 +4,9 @@ a saved state to those of an optimizer by name."""
 from collections import Counter
 from itertools import chain
 
-from . import _abi, _sharding
-from ._parameters import format_of
+from .._library import abi
+from .._tensors import sharding
+from .._tensors.parameters import format_of
 
 #: parts that wrappers add to names: torch.compile, FSDP1, activation checkpointing
 _HIDDEN = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
@@ -251,7 +252,7 @@ class Names:
 
     def expect_name(self, p, name):
         """Gives a parameter without states the id that this name stands for."""
-        self.ids[p] = _abi.name_id(_sharding.name_here(self.groups.settings(), p, name))
+        self.ids[p] = abi.name_id(sharding.name_here(self.groups.settings(), p, name))
 
     def identities(self, params):
         """Returns ids by parameter, at least for `params`. An id comes from the state, else from
@@ -267,17 +268,17 @@ class Names:
             elif p in self.ids:
                 found[p] = self.ids[p]
             elif name is not None:
-                found[p] = _abi.name_id(_sharding.name_here(settings, p, name))
-            elif _sharding.is_sharded_buffer(p):
-                found[p] = _abi.name_id(_sharding.name_here(settings, p, f"parameter {place}"))
+                found[p] = abi.name_id(sharding.name_here(settings, p, name))
+            elif sharding.is_sharded_buffer(p):
+                found[p] = abi.name_id(sharding.name_here(settings, p, f"parameter {place}"))
         taken = set(found.values())
         for p in params:
             if p not in found:
                 # A moved parameter may have the id of this place already.
-                text = _sharding.place_here(settings, p, f"parameter {flat[p]}")
-                while _abi.name_id(text) in taken:
+                text = sharding.place_here(settings, p, f"parameter {flat[p]}")
+                while abi.name_id(text) in taken:
                     text += " again"
-                found[p] = _abi.name_id(text)
+                found[p] = abi.name_id(text)
                 taken.add(found[p])
         return found
 
@@ -288,4 +289,4 @@ class Names:
         weights, states = self.groups.options.formats(group, p)
         weights = format_of(weights, p, self.of(group_index, position))
         parts = (self.groups.row_of(group).name, weights, states)
-        return _abi.recipe_full("/".join(part for part in parts if part))
+        return abi.recipe_full("/".join(part for part in parts if part))

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from . import _abi, _matrices
+from .._library import abi
+from .._tensors import matrices
 
 #: options that are sequences of numbers
 _SEQUENCES = ("betas", "eps", "ns_coefficients", "split")
@@ -68,7 +69,7 @@ def keep_plain(options):
 def _check_choices(**values):
     for choice, value in values.items():
         if value is not None:
-            _abi.check_choice(choice, value)
+            abi.check_choice(choice, value)
 
 
 def bytes_of(given, name="memory"):
@@ -127,7 +128,7 @@ class Options:
             if isinstance(group.get(key), str):
                 names = {_plainly(self.title): self.rule}
                 for rule in rules:
-                    names.update({_plainly(rule): rule, _plainly(_abi.rules[rule].label): rule})
+                    names.update({_plainly(rule): rule, _plainly(abi.rules[rule].label): rule})
                 yield key, names.get(_plainly(group[key]))
 
     def rule_of(self, group):
@@ -146,23 +147,23 @@ class Options:
         """Returns the hyper-parameters of a group under the library's names."""
         out = {}
         rule = self.rule_of(group)
-        betas, hypers = group.get("betas"), _abi.rules[rule].hypers
+        betas, hypers = group.get("betas"), abi.rules[rule].hypers
         if betas is not None:
             betas, given = sequence(betas), betas
             if betas is None:
                 raise TypeError(
                     f"halfstep: betas={given!r} is not a sequence of numbers; write (0.9, 0.999)"
                 )
-            wanted = sum(name in hypers for name in _abi.BETAS)
+            wanted = sum(name in hypers for name in abi.BETAS)
             if len(betas) != wanted:
                 raise ValueError(f"Invalid betas {tuple(betas)}: {rule} has {wanted}")
         for name, hyper in hypers.items():
             if hyper.per_optimizer:
                 continue
-            if name in _abi.BETAS and betas is not None:
-                out[name] = float(betas[_abi.BETAS.index(name)])
+            if name in abi.BETAS and betas is not None:
+                out[name] = float(betas[abi.BETAS.index(name)])
             elif name in group and hyper.words and isinstance(group[name], str):
-                _abi.check_choice(name, group[name])
+                abi.check_choice(name, group[name])
                 out[name] = float(hyper.words.index(group[name]))
             elif name in group:
                 if group[name] is None or isinstance(group[name], str):
@@ -175,12 +176,12 @@ class Options:
     def take_hyper(self, group, name, value):
         """Puts a value of hypers() back into a group, if the group has such an option."""
         betas = group.get("betas")
-        if name in _abi.BETAS and betas is not None:
-            place = _abi.BETAS.index(name)
+        if name in abi.BETAS and betas is not None:
+            place = abi.BETAS.index(name)
             if place < len(betas):
                 group["betas"] = (*betas[:place], value, *betas[place + 1 :])
         elif name in group and isinstance(group[name], str):
-            group[name] = _abi.rules[self.rule_of(group)].hypers[name].words[int(value)]
+            group[name] = abi.rules[self.rule_of(group)].hypers[name].words[int(value)]
         elif isinstance(group.get(name), torch.Tensor):
             group[name] = torch.full_like(group[name], value)
         elif name in group:
@@ -191,7 +192,7 @@ class Options:
         decay = group.get("decay")
         if decay is None and group.get("decoupled_weight_decay"):
             decay = "decoupled"
-        out = {"decay": decay or _abi.rules[self.rule_of(group)].decay}
+        out = {"decay": decay or abi.rules[self.rule_of(group)].decay}
         for name in ("schedule", "decay_schedule"):
             if group.get(name):
                 out[name] = group[name]
@@ -215,7 +216,7 @@ class Options:
 
     def check(self, group):
         """Raises ValueError, in torch's words, for a value outside the library's bounds."""
-        _abi.check_flags(
+        abi.check_flags(
             **{
                 key: value
                 for key, value in group.items()
@@ -223,7 +224,7 @@ class Options:
             }
         )
         self._check_algorithm(group)
-        rule = _abi.rules[self.rule_of(group)]
+        rule = abi.rules[self.rule_of(group)]
         if isinstance(group["lr"], torch.Tensor) and group["lr"].numel() != 1:
             raise ValueError("Tensor lr must be 1-element")
         for name in ("weights", "states", "decay"):
@@ -239,9 +240,9 @@ class Options:
                 continue
             if name == "lr":
                 raise ValueError(f"Invalid learning rate: {value}")
-            if name in _abi.BETAS and "betas" in group:
+            if name in abi.BETAS and "betas" in group:
                 raise ValueError(
-                    f"Invalid beta parameter at index {_abi.BETAS.index(name)}: {value}"
+                    f"Invalid beta parameter at index {abi.BETAS.index(name)}: {value}"
                 )
             raise ValueError(
                 f"Invalid {'epsilon' if name.endswith('eps') else name} value: {value}"
@@ -253,18 +254,18 @@ class Options:
         ):
             raise ValueError("Nesterov momentum requires a momentum and zero dampening")
         if rule.matrix:
-            _matrices.check(group)
+            matrices.check(group)
         states = group.get("states")
         # Formats are checked by the library, which says what is wrong with them.
-        _abi.recipe_full("/".join((rule.name, "f32", states)) if states else rule.name)
+        abi.recipe_full("/".join((rule.name, "f32", states)) if states else rule.name)
         _check_choices(**self.choices(group))
-        if not _abi.is_real(self.clip_norm):
+        if not abi.is_real(self.clip_norm):
             raise TypeError(
                 f"halfstep: clip_norm={self.clip_norm!r} is not a number; 0 switches clipping off"
             )
         if not 0.0 <= self.clip_norm < float("inf"):
             raise ValueError(f"Invalid clip_norm value: {self.clip_norm}")
-        if not _abi.is_count(self.threads, 0, 1024):
+        if not abi.is_count(self.threads, 0, 1024):
             raise ValueError(f"halfstep: threads={self.threads!r} is not a number from 0 to 1024")
         _check_choices(clip=self.clip, scan=self.scan, generator=group.get("generator"))
 
@@ -277,7 +278,7 @@ class Options:
                 continue
             found = f"{key!r}: {group[key]!r}"
             if rule is None:
-                known = [_abi.rules[name].label for name in self.partners]
+                known = [abi.rules[name].label for name in self.partners]
                 known[:0] = [self.title]
                 raise ValueError(
                     f"halfstep: a group has {found}, and {self.title} steps groups by"
@@ -295,7 +296,7 @@ class Options:
         if self.choices(group)["decay"] != "fully-decoupled" or group.get("reference_lr"):
             return
         first = group.setdefault("first_lr", self.hypers(group)["lr"])
-        if first >= _LEAST_FIRST_LR * _abi.rules[self.rule_of(group)].hypers["lr"].initial:
+        if first >= _LEAST_FIRST_LR * abi.rules[self.rule_of(group)].hypers["lr"].initial:
             group["reference_lr"] = first
 
     def check_reference(self, group):

@@ -14,9 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import _files, _foreign, _layout, _names, _sharding, _state
-from ._state import is_state, states_in
-from ._torch import warn
+from .._settings import naming
+from .._settings.groups import TOLD, check_generator
+from .._tensors import sharding
+from .._tensors.torch_private import warn
+from . import checks, files, foreign, layout
+from .checks import is_state, states_in
 
 #: where trainers put an optimizer's state in the dictionary of a file
 _KEYS = ("optimizer", "optim", "optimizer_state_dict", "optimizer_states")
@@ -84,7 +87,7 @@ def _paths(path):
     if found:
         raise ValueError(
             f"halfstep: {path} holds {len(found)} states of optimizers,"
-            f" {_names.some([os.path.relpath(one, path) for one in found])}: give the path of one;"
+            f" {naming.some([os.path.relpath(one, path) for one in found])}: give the path of one;"
             " the parts of several ranks cannot be put together"
         )
     raise ValueError(f"halfstep: {path} holds no state of an optimizer; {_KNOWN}")
@@ -111,7 +114,7 @@ def _load(file, path):
     except MemoryError:
         raise
     except Exception as error:  # half a file ends in an error of any class
-        raise _files.damaged(path, error, _KNOWN) from None
+        raise files.damaged(path, error, _KNOWN) from None
 
 
 class _Index(pickle.Unpickler):
@@ -275,12 +278,12 @@ def _joined(several, rules, advice):
 
 def _whole(value, path):
     """Returns a tensor that a process alone held as a whole."""
-    if _sharding.is_divided(value):
+    if sharding.is_divided(value):
         raise ValueError(
             f"halfstep: {path} holds one rank's part of the states: save them with"
             " torch.distributed.checkpoint, whose folders are read as a whole"
         )
-    return _sharding.local(value)
+    return sharding.local(value)
 
 
 def _read(path, parts):
@@ -303,7 +306,7 @@ def _read(path, parts):
             f"halfstep: {path} is a file of store=, which one optimizer has as its own: make one"
             " with store= and this file, and save its state_dict()"
         )
-    found, generator, _ = _files.load(parts, path, advice=_KNOWN)
+    found, generator, _ = files.load(parts, path, advice=_KNOWN)
     for group in found["param_groups"]:
         group["generator"] = generator
     return found
@@ -336,7 +339,7 @@ def _entries(found, path):
                 name = key
             state = found["state"].get(key)
             if isinstance(state, dict):
-                state = {k: _whole(value, path) for k, value in _layout.flat(state).items()}
+                state = {k: _whole(value, path) for k, value in layout.flat(state).items()}
             entries.append(_Entry(name, state or None, hashes.get(key), key, group))
     return entries
 
@@ -363,7 +366,7 @@ def _places(entries, ours, path):
     some, wanted = list(range(len(theirs))), list(range(len(mine)))
     places = [None] * len(mine)
     if len(theirs) != len(mine):  # some are frozen on one side and not known on the other
-        short = _names.without_wrappers
+        short = naming.without_wrappers
         frozen = {name for group in ours for name, frozen in group if frozen}
         stateless = {short(entry.name): i for i, entry in enumerate(entries) if not entry.state}
         places = [stateless.get(short(name)) for name in mine]
@@ -374,14 +377,14 @@ def _places(entries, ours, path):
         if len(ours_there) == len(wanted) < len(some):  # another optimizer has the rest
             left = [theirs[i] for i in some if i not in set(ours_there)]
             warn(
-                f"{path} also holds states of {_names.some(left)}, which are not of this optimizer"
+                f"{path} also holds states of {naming.some(left)}, which are not of this optimizer"
             )
             some = ours_there
-    found = _names.match([theirs[i] for i in some], [mine[i] for i in wanted], os.fspath(path))
+    found = naming.match([theirs[i] for i in some], [mine[i] for i in wanted], os.fspath(path))
     if found is None:
         raise ValueError(
-            f"halfstep: {path} holds states of {_names.some([theirs[i] for i in some])}, and this"
-            f" optimizer has {_names.some(mine)}: make it with the names of the file"
+            f"halfstep: {path} holds states of {naming.some([theirs[i] for i in some])}, and this"
+            f" optimizer has {naming.some(mine)}: make it with the names of the file"
         )
     for i, place in zip(wanted, found):
         places[i] = some[place]
@@ -393,18 +396,18 @@ def read(parts, path):
     parameter. States, counters, seed and generator are those of a file or folder; groups and
     options are the optimizer's own."""
     groups, names = parts.groups, parts.names
-    if any(map(_sharding.is_divided, groups.params())):
+    if any(map(sharding.is_divided, groups.params())):
         raise ValueError(
             f"halfstep: the states of {path} cannot be loaded here, because the parameters are"
             " DTensors of several ranks: resume with torch.distributed.checkpoint, or begin on one"
             " rank, save, and go on from there"
         )
     found = _read(path, parts)
-    _state.check_keys(found, path)
+    checks.check_keys(found, path)
     for place, group in enumerate(found["param_groups"]):
-        _layout.check_generator(group, place)
+        check_generator(group, place)
     found = {**found, "state": dict(found["state"])}
-    found = _foreign.translate(list(map(groups.row_of, groups)), found)
+    found = foreign.translate(list(map(groups.row_of, groups)), found)
     entries = _entries(found, path)
     if not any(entry.state for entry in entries):
         raise ValueError(
@@ -450,7 +453,7 @@ def read(parts, path):
 def _counted(own, theirs):
     """Returns what a group takes of the saved groups that its parameters were in."""
     first = theirs[0]
-    new = {key: max(group.get(key, 0) for group in theirs) for key in _layout.TOLD}
+    new = {key: max(group.get(key, 0) for group in theirs) for key in TOLD}
     if "seed" in first:
         new.update(seed=first["seed"], generator=first["generator"])
     if "train_mode" in own:

@@ -4,9 +4,13 @@ import math
 
 import torch
 
-from . import _abi, _calls, _convert, _layout, _matrices, _names, _sharding
-from ._handles import check_seed
-from ._parameters import described
+from .._library import abi, calls
+from .._settings import naming
+from .._settings.groups import TOLD, check_told
+from .._tensors import matrices, sharding
+from .._tensors.parameters import described
+from . import convert, layout
+from .handles import check_seed
 
 #: group keys that only this package has
 OURS = (
@@ -22,7 +26,7 @@ OURS = (
     "matrix",
     "heads",
     "split",
-    *_layout.TOLD,
+    *TOLD,
 )
 #: advice for an optimizer whose groups may have several rules
 _GROUPS = "; make the optimizer with groups of the same rules as they were saved with"
@@ -80,7 +84,7 @@ def check_whole(held):
         )
     what = f"of type {type(held).__name__}"
     if isinstance(held, dict):
-        what = f"a dictionary of {_names.some(list(held))}" if held else "an empty dictionary"
+        what = f"a dictionary of {naming.some(list(held))}" if held else "an empty dictionary"
     raise ValueError(
         "halfstep: a state of an optimizer is a dictionary with 'state' and 'param_groups', and"
         f" this is {what}: give what state_dict() of an optimizer returned"
@@ -98,8 +102,8 @@ def check_keys(state_dict, what="this state"):
     ]
     if strange:
         raise ValueError(
-            f"halfstep: {what} has states under {_names.some(strange)}, and its groups list the"
-            f" parameters {_names.some(listed)}: use the same keys in both, numbers as numbers"
+            f"halfstep: {what} has states under {naming.some(strange)}, and its groups list the"
+            f" parameters {naming.some(listed)}: use the same keys in both, numbers as numbers"
         )
 
 
@@ -112,16 +116,16 @@ def tidy(groups, names):
             name, state = names.of(g, i), groups.state.get(p)
             if not isinstance(state, dict) or not state:
                 continue
-            new = _layout.flat(state)
-            for key in _layout.WHOLE:
+            new = layout.flat(state)
+            for key in layout.WHOLE:
                 if isinstance(new.get(key), torch.Tensor) and new[key].is_floating_point():
                     del new[key]
-            steps = _layout.whole(new.get("step"))
-            if steps is not None and not _layout.is_number(new["step"], "step"):
-                new["step"] = _layout.number(float(steps), "step")
-            for key in _layout.numbers_of(rule):
-                if key in new and not _layout.is_number(new[key], key):
-                    new[key] = _layout.number(_layout.take_number(new, key, name), key)
+            steps = layout.whole(new.get("step"))
+            if steps is not None and not layout.is_number(new["step"], "step"):
+                new["step"] = layout.number(float(steps), "step")
+            for key in layout.numbers_of(rule):
+                if key in new and not layout.is_number(new[key], key):
+                    new[key] = layout.number(layout.take_number(new, key, name), key)
             state.clear()
             state.update(new)
 
@@ -136,8 +140,8 @@ def check(groups, names):
     for g, group in enumerate(groups):
         groups.options.check(group)
         check_seed(group["seed"], f" of group {g}")
-        for key in _layout.TOLD:
-            _layout.check_told(key, group[key], g)
+        for key in TOLD:
+            check_told(key, group[key], g)
         hypers = groups.options.hypers(group)
         for i, p in enumerate(group["params"]):
             name, state = names.of(g, i), groups.state.get(p)
@@ -149,7 +153,7 @@ def check(groups, names):
                     f"halfstep: the state of parameter {name!r} is a {type(state).__name__}, not a"
                     " dictionary"
                 )
-            how = _matrices.how_of(group)
+            how = matrices.how_of(group)
             _check_state(groups, groups.row_of(group), name, p, state, hypers, how)
             identity = state.get("id")
             if identity is not None and ids.setdefault(int(identity), name) != name:
@@ -159,7 +163,7 @@ def check(groups, names):
 
 
 def _check_state(groups, rule, name, p, state, hypers, how):
-    recipe = _layout.recipe_of(state, name)
+    recipe = layout.recipe_of(state, name)
     if recipe is not None and recipe.partition("/")[0] != rule.name:
         raise ValueError(
             f"halfstep: the states of parameter {name!r} are of the recipe {recipe!r}; this"
@@ -177,37 +181,37 @@ def _check_state(groups, rule, name, p, state, hypers, how):
         raise ValueError(
             f"halfstep: parameter {name!r} has states and no 'step'; add the number of its steps"
         )
-    steps = _layout.step_count(state, name, 1)
-    counts = {key: _layout.take_number(state, key, name) for key in _layout.COUNTERS}
+    steps = layout.step_count(state, name, 1)
+    counts = {key: layout.take_number(state, key, name) for key in layout.COUNTERS}
     if p.numel() == 0:
         return
-    kept = state.get(_layout.TRAINED)
+    kept = state.get(layout.TRAINED)
     if kept is not None and (
         not isinstance(kept, torch.Tensor)
-        or kept.dtype != _sharding.stored(p).dtype
-        or tuple(kept.shape) != _sharding.stored_whole(p)
+        or kept.dtype != sharding.stored(p).dtype
+        or tuple(kept.shape) != sharding.stored_whole(p)
     ):
         raise ValueError(
-            f"halfstep: state {_layout.TRAINED!r} of parameter {name!r} is not a tensor of"
-            f" {_sharding.stored(p).dtype} of shape {_sharding.stored_whole(p)}"
+            f"halfstep: state {layout.TRAINED!r} of parameter {name!r} is not a tensor of"
+            f" {sharding.stored(p).dtype} of shape {sharding.stored_whole(p)}"
         )
-    identity = _layout.take_number(state, "id", name)
+    identity = layout.take_number(state, "id", name)
     if identity == 0:
         raise ValueError(f"halfstep: the id of parameter {name!r} is 0; ids are at least 1")
-    part = _sharding.part_of(p, name, groups.options.flat, rule.name, how)
-    here = _sharding.local(p)
+    part = sharding.part_of(p, name, groups.options.flat, rule.name, how)
+    here = sharding.local(p)
     gathered = part is not None and part.gathered
-    codec = _convert.Codec(
+    codec = convert.Codec(
         recipe or rule.name,
         hypers,
-        part.laid if gathered else _matrices.lay_part(rule.name, p.shape, here.shape, how),
+        part.laid if gathered else matrices.lay_part(rule.name, p.shape, here.shape, how),
         name,
         (identity or 1) % 2**64,
         part,
     )
     # The library itself refuses impossible counts, and numbers that no update leaves.
     counters = {key: steps if value is None else value for key, value in counts.items()}
-    _calls.change(codec, _abi.RECORD_TENSOR, codec.index, **counters)
+    calls.change(codec, abi.RECORD_TENSOR, codec.index, **counters)
     codec.take_scalars(state)
     if not plain:
         _check_planes(codec, state, name, recipe, part)
@@ -220,7 +224,7 @@ def _check_state(groups, rule, name, p, state, hypers, how):
     if lacking:
         raise ValueError(
             f"halfstep: parameter {name!r} has no state {lacking[0]!r}, which {rule.name} needs; it"
-            f" has {_names.some(list(state))}{_GROUPS if groups.options.partners else ''}"
+            f" has {naming.some(list(state))}{_GROUPS if groups.options.partners else ''}"
         )
     for key in needed | (roles.keys() & state.keys()):
         _check_plain(state, key, roles[key], name, p, shapes.get(key))
@@ -228,7 +232,7 @@ def _check_state(groups, rule, name, p, state, hypers, how):
 
 def _check_plain(state, key, role, name, p, shape):
     """Checks a state as torch keeps it, or a vector of a matrix."""
-    value, p = _sharding.local(state[key]), _sharding.local(p)
+    value, p = sharding.local(state[key]), sharding.local(p)
     shape = p.shape if shape is None else shape
     if (
         not isinstance(value, torch.Tensor)
@@ -253,7 +257,7 @@ def _judge(key, name, values, role):
             f"halfstep: state {key!r} of parameter {name!r} has values that are not finite; take"
             " an earlier checkpoint"
         )
-    if role == _abi.ROLE_NONNEG and least < 0:
+    if role == abi.ROLE_NONNEG and least < 0:
         raise ValueError(
             f"halfstep: state {key!r} of parameter {name!r} has negative values, which no update"
             " leaves; take an earlier checkpoint"
@@ -273,16 +277,16 @@ def _check_planes(codec, state, name, recipe, part):
         if s.key not in state:
             raise ValueError(
                 f"halfstep: parameter {name!r} has no state {s.key!r}, which {recipe} needs"
-                + (_convert.ONE_MATRIX if isinstance(codec.shape, _matrices.Laid) else "")
+                + (convert.ONE_MATRIX if isinstance(codec.shape, matrices.Laid) else "")
             )
-        tensors[s.key] = tensor = _convert.adopt(state[s.key], s, name)
+        tensors[s.key] = tensor = convert.adopt(state[s.key], s, name)
         if s.part == ".scale":
-            _judge(s.key, name, tensor, _abi.ROLE_NONNEG)
+            _judge(s.key, name, tensor, abi.ROLE_NONNEG)
         elif s.part != ".codes" and tensor.is_floating_point():
             _judge(s.key, name, tensor, 0 if s.extra else s.role)
     # States that a module of halfstep.compat has translated have neither an id nor counts.
-    counted = any(key in state for key in ("id", *_layout.COUNTERS))
-    for key in _layout.numbers_of(codec.rule, codec.planes) if counted else ():
+    counted = any(key in state for key in ("id", *layout.COUNTERS))
+    for key in layout.numbers_of(codec.rule, codec.planes) if counted else ():
         if key not in state:
             raise ValueError(
                 f"halfstep: parameter {name!r} has no state {key!r}, which {recipe} needs"

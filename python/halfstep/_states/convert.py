@@ -5,13 +5,16 @@ from functools import lru_cache
 
 import torch
 
-from . import _abi, _calls, _devices, _layout
-from ._abi import invoke, lib
-from ._handles import Handle, add_group, add_tensor, read_rows, write_rows
-from ._matrices import rows_of
-from ._parameters import described, stored_dtype
-from ._planes import bind_planes, lay_out
-from ._sharding import local, stored
+from .._library import abi, calls
+from .._library.abi import invoke, lib
+from .._library.calls import GRID
+from .._tensors import devices
+from .._tensors.matrices import rows_of
+from .._tensors.parameters import described, stored_dtype
+from .._tensors.sharding import local, stored
+from . import layout
+from .handles import Handle, add_group, add_tensor, read_rows, write_rows
+from .planes import bind_planes, lay_out
 
 #: advice beside a state of another shape
 ONE_MATRIX = (
@@ -32,7 +35,7 @@ class Codec(Handle):
 
     def __init__(self, recipe, hypers, shape, name, identity=0, part=None):
         super().__init__(1, 0)
-        self.rule = _abi.rules[recipe.partition("/")[0]]
+        self.rule = abi.rules[recipe.partition("/")[0]]
         self.recipe, self.name = recipe, name
         self.hypers = {k: v for k, v in hypers.items() if k in self.rule.hypers}
         group = add_group(self, recipe, self.hypers)
@@ -48,12 +51,12 @@ class Codec(Handle):
     def take_scalars(self, state):
         """Takes the scalars and grids of a state. Raises ValueError for a value that no update
         leaves."""
-        record = _calls.read(self, _abi.RECORD_TENSOR, self.index)
-        for key in _layout.scalars_of(self.rule, self.planes):
-            value = _layout.take_number(state, key, self.name)
+        record = calls.read(self, abi.RECORD_TENSOR, self.index)
+        for key in layout.scalars_of(self.rule, self.planes):
+            value = layout.take_number(state, key, self.name)
             if value is not None:
-                _calls.set_number(record, self.rule, key, value)
-        _calls.restore(self, record)
+                calls.set_number(record, self.rule, key, value)
+        calls.restore(self, record)
 
     def read(self, slot, data=None):
         return read_rows(
@@ -78,7 +81,7 @@ class Codec(Handle):
         probe = _probe(self.recipe, tuple(self.hypers.items()))
         if not any(s.key == plane.key for s in probe.planes):
             return False
-        tensors = {s.key: _devices.zeros(s.shape, s.dtype) for s in probe.planes}
+        tensors = {s.key: devices.zeros(s.shape, s.dtype) for s in probe.planes}
         codes = tensors[plane.key].view(torch.uint8).view(-1)
         codes[:256] = torch.arange(256, dtype=torch.int16, device="cpu").to(torch.uint8)
         tensors[plane.name + ".scale"].fill_(scale)
@@ -87,11 +90,11 @@ class Codec(Handle):
         return bool(
             abs(least) < math.inf
             and abs(most) < math.inf
-            and (plane.role != _abi.ROLE_NONNEG or least >= 0)
+            and (plane.role != abi.ROLE_NONNEG or least >= 0)
         )
 
     def write(self, slot, values, data=None):
-        values = _devices.contiguous(values)
+        values = devices.contiguous(values)
         write_rows(self, self.index, slot, data, values, self.shape, self.rows)
 
 
@@ -118,7 +121,7 @@ def adopt(tensor, plane, name):
             + (ONE_MATRIX if getattr(tensor, "ndim", 9) < len(plane.shape) else "")
             + (_CUT if getattr(tensor, "shape", ())[1:] == plane.shape[1:] else "")
         )
-    return _devices.to_cpu(tensor)
+    return devices.to_cpu(tensor)
 
 
 def coarse_states(planes, state):
@@ -137,8 +140,8 @@ def read_coarse(name, recipe, shape, label, state, part):
     """Returns the values of a state that coarse_states() has named. Its codes are in the format
     that `recipe` names for it; without codes it is in its precise format."""
     rule, weight, formats = recipe.split("/")
-    formats, roles = formats.split("+"), _abi.rules[rule].roles
-    named = [s.name for s in _abi.rules[rule].states if s.role != _abi.ROLE_WEIGHT and not s.vector]
+    formats, roles = formats.split("+"), abi.rules[rule].roles
+    named = [s.name for s in abi.rules[rule].states if s.role != abi.ROLE_WEIGHT and not s.vector]
     place = named.index(name)
     alike = [i for i in range(min(place, len(formats))) if roles[named[i]] == roles[name]]
     fmt = formats[0]
@@ -147,21 +150,21 @@ def read_coarse(name, recipe, shape, label, state, part):
     elif len(formats) > 1 and alike:
         fmt = formats[alike[-1]]
     if name in state:
-        fmt = next(s.precise_format for s in _abi.rules[rule].states if s.name == name) or fmt
+        fmt = next(s.precise_format for s in abi.rules[rule].states if s.name == name) or fmt
     # A state is decoded by its role and format alone. Adam has one state of each role.
     codec = Codec(f"adamw/{weight}/{fmt}", {}, shape, label, part=part)
-    other = "exp_avg_sq" if roles[name] == _abi.ROLE_NONNEG else "exp_avg"
+    other = "exp_avg_sq" if roles[name] == abi.ROLE_NONNEG else "exp_avg"
     tensors = {
         s.key: (
             adopt(state[name + s.part], s, label)
             if s.name == other and name + s.part in state
-            else _devices.zeros(s.shape, s.dtype)
+            else devices.zeros(s.shape, s.dtype)
         )
         for s in codec.planes
     }
     codec.bind(tensors)
-    grid = name + _layout.GRID
-    codec.take_scalars({other + _layout.GRID: state[grid]} if grid in state else {})
+    grid = name + GRID
+    codec.take_scalars({other + GRID: state[grid]} if grid in state else {})
     return codec.read(next(s.slot for s in codec.planes if s.name == other))
 
 
@@ -182,11 +185,11 @@ def convert(hypers, m, state, old):
         )
     names, part = list(m.rule.roles), None if m.gathered else m.part
     values, weight, held = {}, None, None
-    now = _devices.to_cpu(stored(m.p))  # everything is computed on the CPU
+    now = devices.to_cpu(stored(m.p))  # everything is computed on the CPU
     if old is None:
         for key in names:
             if isinstance(state.get(key), torch.Tensor):
-                value = _devices.to_cpu(local(state[key])).to(torch.float32)
+                value = devices.to_cpu(local(state[key])).to(torch.float32)
                 values[key] = value.reshape(
                     m.whole if value.numel() == math.prod(m.whole) else (-1,)
                 )
@@ -198,7 +201,7 @@ def convert(hypers, m, state, old):
             s.key: (
                 adopt(state[s.key], s, m.name)
                 if s.key in state
-                else _devices.zeros(s.shape, s.dtype)
+                else devices.zeros(s.shape, s.dtype)
             )
             for s in source.planes
         }
@@ -216,9 +219,9 @@ def convert(hypers, m, state, old):
     # The target has the planes of `m`. Its grids are those of a new handle.
     made = {
         s.key: (
-            _devices.zeros(s.shape, s.dtype)
+            devices.zeros(s.shape, s.dtype)
             if s.name in values
-            else s.initial(m.p, m.name, _devices.HOST)
+            else s.initial(m.p, m.name, devices.HOST)
         )
         for s in m.planes
     }
@@ -226,12 +229,12 @@ def convert(hypers, m, state, old):
     for i, name in enumerate(names):
         if name in values and any(s.name == name for s in m.planes):
             target.write(2 + i, values[name])
-    grids = [s.name + _layout.GRID for s in m.planes if s.grid]
-    made.update((key, _layout.number(1.0, key)) for key in grids)
+    grids = [s.name + GRID for s in m.planes if s.grid]
+    made.update((key, layout.number(1.0, key)) for key in grids)
     if weight is not None and "weight.extra" in made:
         held = now.clone()
         target.write(0, weight, held.data_ptr())
-    obsolete = _layout.keys_of(m.rule) - set(made)
+    obsolete = layout.keys_of(m.rule) - set(made)
     if old == m.recipe:  # only coarse states are converted
         coarse = coarse_states(m.planes, state)
         made = {
@@ -239,13 +242,13 @@ def convert(hypers, m, state, old):
             for key, value in made.items()
             if key.split(".")[0] in coarse or key not in state
         }
-        obsolete = {
-            name + part for name in coarse for part in ("", *_layout.PARTS, _layout.GRID)
-        } - set(made)
+        obsolete = {name + part for name in coarse for part in ("", *layout.PARTS, GRID)} - set(
+            made
+        )
         held = None
     for s in m.planes:
         if s.key in made:
-            made[s.key] = _devices.place(made[s.key], m.kept)
+            made[s.key] = devices.place(made[s.key], m.kept)
     return made, obsolete, held
 
 
@@ -259,8 +262,8 @@ def create_state(m, states, hypers):
         if m.kept != m.device:
             for key in planes:
                 held = made[key] if key in made else local(states[m.p][key])
-                if not _devices.is_pinned(held):
-                    made[key] = _devices.pinned(held.shape, held.dtype).copy_(held)
+                if not devices.is_pinned(held):
+                    made[key] = devices.pinned(held.shape, held.dtype).copy_(held)
         return (
             {key: m.wrap(planes.get(key), value) for key, value in made.items()},
             obsolete,
@@ -271,7 +274,7 @@ def create_state(m, states, hypers):
 def _created(m, state, hypers):
     """Does the work of create_state() on local shards."""
     made, obsolete, weight = {}, set(), None
-    old = _layout.recipe_of(state, m.name)
+    old = layout.recipe_of(state, m.name)
     if old is not None and old.partition("/")[0] != m.rule.name:
         raise ValueError(
             f"halfstep: the states of parameter {m.name!r} are of the recipe {old!r}, and its group"
@@ -283,20 +286,20 @@ def _created(m, state, hypers):
             f"halfstep: parameter {m.name!r} has both a state {both[0]!r} and its codes; delete one"
             f" of them, or write by optimizer.write_state(p, {both[0]!r}, values)"
         )
-    has = any(key in state for key in _layout.keys_of(m.rule))
+    has = any(key in state for key in layout.keys_of(m.rule))
     # torch's SGD and Muon save a momentum and no count. The count is then 1, because it matters
     # only that this is not the first step.
-    steps = _layout.step_count(state, m.name, int(has))
-    if not _layout.is_number(state.get("step"), "step"):
-        made["step"] = _layout.number(float(steps), "step")
+    steps = layout.step_count(state, m.name, int(has))
+    if not layout.is_number(state.get("step"), "step"):
+        made["step"] = layout.number(float(steps), "step")
     if old != m.recipe:
-        made["recipe"] = _layout.recipe_number(m.recipe)
-    initial = {"id": _layout.signed(m.id), **dict.fromkeys(_layout.COUNTERS, steps)}
-    for key in _layout.numbers_of(m.rule, m.planes):
-        if key not in made and not _layout.is_number(state.get(key), key):
-            value = _layout.take_number(state, key, m.name)
-            made[key] = _layout.number(
-                initial.get(key, _layout.initial(key)) if value is None else value, key
+        made["recipe"] = layout.recipe_number(m.recipe)
+    initial = {"id": layout.signed(m.id), **dict.fromkeys(layout.COUNTERS, steps)}
+    for key in layout.numbers_of(m.rule, m.planes):
+        if key not in made and not layout.is_number(state.get(key), key):
+            value = layout.take_number(state, key, m.name)
+            made[key] = layout.number(
+                initial.get(key, layout.initial(key)) if value is None else value, key
             )
     begins = (
         has and not steps and old is not None
@@ -304,7 +307,7 @@ def _created(m, state, hypers):
     if (
         has
         and old in (m.recipe, None)
-        and not (begins and any(s.role == _abi.ROLE_WEIGHT for s in m.planes))
+        and not (begins and any(s.role == abi.ROLE_WEIGHT for s in m.planes))
         and all(s.key in state and s.fits(state[s.key], m.kept) for s in m.planes)
     ):
         return made, obsolete, weight
@@ -313,9 +316,9 @@ def _created(m, state, hypers):
         made.update(planes)
         return made, obsolete, weight
     for s in m.planes:
-        if s.key in state and not (begins and s.role == _abi.ROLE_WEIGHT):
+        if s.key in state and not (begins and s.role == abi.ROLE_WEIGHT):
             if has and not s.fits(state[s.key], m.kept):
-                moved = _devices.place(adopt(state[s.key], s, m.name), m.kept)
+                moved = devices.place(adopt(state[s.key], s, m.name), m.kept)
                 if moved is not state[s.key]:
                     made[s.key] = moved
         else:

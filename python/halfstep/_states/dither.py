@@ -11,10 +11,11 @@ from functools import lru_cache
 
 import torch
 
-from . import _abi, _devices, _sharding
-from ._abi import invoke, lib
-from ._handles import Handle, add_group, add_tensor, slot_info
-from ._sharding import local
+from .._library import abi
+from .._library.abi import invoke, lib
+from .._tensors import devices, sharding
+from .._tensors.sharding import local
+from .handles import Handle, add_group, add_tensor, slot_info
 
 #: rows after which error codes repeat (docs/formats.md)
 _PERIOD = 256
@@ -28,7 +29,7 @@ def _pattern(format, columns):
         handle, add_group(handle, f"sgd/{format}"), "w", 0, (_PERIOD, columns), "f32"
     )
     invoke(lib.halfstep_allocate_states, handle)
-    info = slot_info(handle, index, _abi.SLOT_WEIGHT)
+    info = slot_info(handle, index, abi.SLOT_WEIGHT)
     codes = bytearray(ctypes.string_at(info.extra, info.extra_bytes))
     handle.close()
     return torch.frombuffer(codes, dtype=torch.uint8).view(_PERIOD, -1)
@@ -36,7 +37,7 @@ def _pattern(format, columns):
 
 def error_codes(p, name, device):
     """Returns the first error codes of what this process has of a parameter, on a device."""
-    here, part = local(p), _sharding.part_of(p, name)
+    here, part = local(p), sharding.part_of(p, name)
     first = 0 if part is None else part.first_row
     rows = (torch.arange(here.shape[0], dtype=torch.int64, device="cpu") + first) % _PERIOD
-    return _devices.place(_pattern(here.format, here.row_length)[rows], device)
+    return devices.place(_pattern(here.format, here.row_length)[rows], device)

@@ -11,9 +11,12 @@ from collections import defaultdict
 
 import torch
 
-from . import _abi, _layout, _names, _sharding
-from ._matrices import Laid, how_of, lay, rows_of
-from ._sharding import stored
+from .._library import abi
+from .._settings import naming
+from .._tensors import sharding
+from .._tensors.matrices import Laid, how_of, lay, rows_of
+from .._tensors.sharding import stored
+from . import layout
 
 FORMAT = "halfstep optimizer 1"
 #: what load() advises beside a file that it cannot read
@@ -42,7 +45,7 @@ def _tensors(groups, names):
     tensors = {}
     for g, group in enumerate(groups):
         rule = groups.row_of(group)
-        small = {"step", *_layout.numbers_of(rule)}
+        small = {"step", *layout.numbers_of(rule)}
         for key, value in groups.options.hypers(group).items():
             metadata[f"group.{g}.{key}"] = repr(float(value))
         for key, value in groups.options.choices(group).items():
@@ -53,21 +56,21 @@ def _tensors(groups, names):
             metadata[f"group_of.{name}"] = str(g)
             if not held:
                 continue
-            recipe = _layout.recipe_of(held, name)
+            recipe = layout.recipe_of(held, name)
             if recipe is None:
                 raise ValueError(
                     f"halfstep: the states of {name!r} were loaded and not used yet; make a step"
                     " first"
                 )
             metadata[f"recipe.{name}"] = recipe
-            counts = {key: _layout.take_number(held, key, name) for key in _layout.COUNTERS}
-            counts["id"] = _layout.take_number(held, "id", name) % 2**64
+            counts = {key: layout.take_number(held, key, name) for key in layout.COUNTERS}
+            counts["id"] = layout.take_number(held, "id", name) % 2**64
             metadata[f"counters.{name}"] = " ".join(
                 f"{key} {value}" for key, value in counts.items()
             )
             scalars = [
-                f"{key} {_layout.take_number(held, key, name)!r}"
-                for key in _layout.scalars_of(rule)
+                f"{key} {layout.take_number(held, key, name)!r}"
+                for key in layout.scalars_of(rule)
                 if key in held
             ]
             if scalars:
@@ -130,7 +133,7 @@ def _replace(path, write):
 
 
 def _refuse_parts(params):
-    _sharding.refuse(
+    sharding.refuse(
         params,
         "a safetensors file",
         "torch.distributed.checkpoint saves them, for any number of ranks",
@@ -220,7 +223,7 @@ def _shaped(tensor, laid, over_columns=False):
 
 def _state(file, path, metadata, name, laid, planes):
     """Returns the state of one parameter, or None if the file has none."""
-    counted = [*_layout.COUNTERS, "id"]
+    counted = [*layout.COUNTERS, "id"]
     numbers = parsed(metadata, f"counters.{name}", _pairs(count, set(counted)), path, None)
     if numbers is None:
         return None
@@ -231,7 +234,7 @@ def _state(file, path, metadata, name, laid, planes):
         )
     recipe = _needed(metadata, f"recipe.{name}", path)
     try:
-        packed = _layout.pack_recipe(_abi.recipe_full(recipe))
+        packed = layout.pack_recipe(abi.recipe_full(recipe))
     except ValueError:
         raise ValueError(
             f"halfstep: the states of parameter {name!r} in {path} are of the recipe {recipe!r},"
@@ -241,19 +244,19 @@ def _state(file, path, metadata, name, laid, planes):
         raise ValueError(
             f"halfstep: 'counters.{name}' of {path} has the id 0; ids are from 1 to 2**64 - 1"
         )
-    rule, key = _abi.rules[recipe.partition("/")[0]], f"scalars.{name}"
-    scalars = parsed(metadata, key, _pairs(number, set(_layout.scalars_of(rule))), path, {})
+    rule, key = abi.rules[recipe.partition("/")[0]], f"scalars.{name}"
+    scalars = parsed(metadata, key, _pairs(number, set(layout.scalars_of(rule))), path, {})
     lost = [scalar for scalar in rule.scalars if scalar not in scalars]
     if lost and (key in metadata or numbers["state_steps"] and math.prod(laid)):
         raise ValueError(f"halfstep: {key!r} of {path} lacks {' '.join(lost)}")
     state = {
         "step": numbers["state_steps"],
-        **{key: numbers[key] for key in _layout.COUNTERS},
+        **{key: numbers[key] for key in layout.COUNTERS},
         "id": numbers["id"],
         "recipe": packed,
         **scalars,
     }
-    columns = {s.name for s in rule.states if s.extent == _abi.EXTENT_COLUMNS}
+    columns = {s.name for s in rule.states if s.extent == abi.EXTENT_COLUMNS}
     for plane, key in planes:
         if plane in state:
             raise ValueError(f"halfstep: {path} has a tensor {key!r}, where a number belongs")
@@ -280,11 +283,11 @@ def _named(ours, metadata, path):
     told = sorted(
         {key.partition(".")[2] for key in metadata if key.startswith(("counters.", "group_of."))}
     )
-    found = _names.match(told, ours, os.fspath(path))
+    found = naming.match(told, ours, os.fspath(path))
     if found is None:
         raise ValueError(
-            f"halfstep: {path} holds states of {_names.some(told)}, and this optimizer has"
-            f" {_names.some(ours)}: make it with the names of the file"
+            f"halfstep: {path} holds states of {naming.some(told)}, and this optimizer has"
+            f" {naming.some(ours)}: make it with the names of the file"
         )
     return {name: told[place] for name, place in zip(ours, found)}
 
@@ -312,7 +315,7 @@ def _load(parts, path, numbers):
 
     groups, names = parts.groups, parts.names
     # A DTensor of one rank is there as a whole.
-    _refuse_parts([p for p in groups.params() if _sharding.is_divided(p)])
+    _refuse_parts([p for p in groups.params() if sharding.is_divided(p)])
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata() or {}
         if metadata.get("format") != FORMAT:
@@ -365,7 +368,7 @@ def _load(parts, path, numbers):
                 saved["group_steps"] = parsed(metadata, f"group.{source}.steps", count, path)
                 _take_hypers(groups, saved, metadata, source, path)
         generator = _needed(metadata, "generator", path)
-        _abi.check_choice("generator", generator, f" in {path}")
+        abi.check_choice("generator", generator, f" in {path}")
     return found, generator, weights
 
 

@@ -7,8 +7,8 @@ how its groups' options are renamed.
 
 import torch
 
-from . import _abi
-from ._torch import warn
+from .._library import abi
+from .._tensors.torch_private import warn
 
 #: key of a dictionary in which bitsandbytes hides what torch's loader must not cast
 _BNB_WRAPPED = "__bnb_optimizer_quant_state__"
@@ -22,7 +22,7 @@ _BNB_RULES |= {"lion": (("exp_avg",),), "ademamix": (("exp_avg", "exp_avg_slow")
 _BNB_GROUP = {"alpha": "alpha", "t_alpha": "alpha_warmup", "t_beta3": "beta3_warmup"}
 #: numbers of prodigyopt's groups that each tensor has here; and all keys of its groups that are no
 #: options here
-_PRODIGY_SCALARS = _abi.rules["prodigy"].scalars
+_PRODIGY_SCALARS = abi.rules["prodigy"].scalars
 _PRODIGY_TOLD = {
     *_PRODIGY_SCALARS,
     "beta3",
@@ -160,12 +160,12 @@ def prodigyopt_group(group, defaults=None):
         out["betas"] = (*betas[:2], beta3 or 0.0)
     if "growth_rate" in group:
         out["growth_rate"] = min(
-            group["growth_rate"], _abi.rules["prodigy"].hypers["growth_rate"].maximum
+            group["growth_rate"], abi.rules["prodigy"].hypers["growth_rate"].maximum
         )
     if "use_bias_correction" in group:
         out["debias"] = group["use_bias_correction"]
     if "decouple" in group:
-        _abi.check_flags(decouple=group["decouple"])
+        abi.check_flags(decouple=group["decouple"])
         out["decay"] = "decoupled" if group["decouple"] else "l2"
     return out
 
@@ -188,7 +188,7 @@ def _factors(row, column):
 def _plain_factored(rule, state, group):
     """Translates states of torch's and transformers' Adafactor and of came_pytorch's CAME."""
     vectors = [s.name for s in rule.states if s.vector]
-    single = next(s.name for s in rule.states if s.role == _abi.ROLE_NONNEG)
+    single = next(s.name for s in rule.states if s.role == abi.ROLE_NONNEG)
     out = {key: value for key, value in state.items() if key == "step" or key == "exp_avg"}
     for key in ("variance", "exp_avg_sq"):
         if key in state:
@@ -260,7 +260,7 @@ def dion_group(group):
     """Returns the options of a group of microsoft/dion under the names here. Options that have such
     a name already stay."""
     out = {}
-    _abi.check_flags(**{key: group[key] for key in ("flatten", "cautious_wd") if key in group})
+    abi.check_flags(**{key: group[key] for key in ("flatten", "cautious_wd") if key in group})
     for key, value in group.items():
         out.update(_DION_OPTIONS[key](value) if key in _DION_OPTIONS else {key: value})
     if "beta1" in out and "beta2" in out and "betas" not in out:

@@ -9,14 +9,15 @@ from ctypes import byref, c_int32, c_void_p
 
 import torch
 
-from . import _abi, _calls, _devices, _matrices, _sharding
-from ._abi import check, invoke, lib
-from ._matrices import rows_of
+from .._library import abi, calls
+from .._library.abi import check, invoke, lib
+from .._tensors import devices, matrices, sharding
+from .._tensors.matrices import rows_of
 
 
 def check_seed(seed, of=""):
     """Raises ValueError if a seed is not a whole number of 64 bits."""
-    if not _abi.is_count(seed, -(2**63), 2**64 - 1):
+    if not abi.is_count(seed, -(2**63), 2**64 - 1):
         raise ValueError(
             f"halfstep: the seed{of} is {seed!r}; it must be a whole number from -2**63 to"
             " 2**64 - 1"
@@ -28,7 +29,7 @@ def seed_of(seed):
     generator, so that torch.manual_seed() governs it. Under torch.distributed None is 0, so that
     all ranks agree without communication."""
     if seed is not None:
-        seed = _abi.plainly(seed)
+        seed = abi.plainly(seed)
         check_seed(seed)
         return seed
     if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -36,13 +37,13 @@ def seed_of(seed):
     return int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"))
 
 
-def create_handle(threads, seed, device=_devices.HOST):
+def create_handle(threads, seed, device=devices.HOST):
     """Makes a handle for a torch.device. A handle on a GPU works on the stream that is current
     there."""
     handle = c_void_p()
-    options = _abi.Options.new(threads=threads, seed=seed & (2**64 - 1))
-    if _devices.is_asynchronous(device):
-        options.device, options.stream = _devices.c_name(device), _devices.stream(device)
+    options = abi.Options.new(threads=threads, seed=seed & (2**64 - 1))
+    if devices.is_asynchronous(device):
+        options.device, options.stream = devices.c_name(device), devices.stream(device)
     code = lib.halfstep_create(byref(options), byref(handle))
     if code:
         check(code, None, (lib.halfstep_error_detail(None) or b"").decode())
@@ -71,23 +72,23 @@ def add_group(handle, recipe, *options):
 def add_tensor(handle, group, name, identity, shape, gradient, part=None, whole=False):
     """Adds a tensor, or this rank's `part` of it, and returns its index. `whole`: adds the whole
     tensor that `part` belongs to."""
-    fields = _matrices.fields_of(shape)
+    fields = matrices.fields_of(shape)
     if part is not None:
         fields = part.whole_fields() if whole else part.fields
     index = c_int32()
-    tensor = _abi.Tensor.new(
+    tensor = abi.Tensor.new(
         group=group, name=name.encode(), id=identity, gradient=gradient.encode(), **fields
     )
     try:
         invoke(lib.halfstep_add_tensor, handle, byref(tensor), byref(index))
-    except _abi.HalfstepError as error:
-        raise _sharding.advice(error, part) from None
+    except abi.HalfstepError as error:
+        raise sharding.advice(error, part) from None
     return index.value
 
 
 def slot_info(handle, index, slot):
     """Returns what the library says of a slot of a tensor."""
-    info = _abi.SlotInfo.new()
+    info = abi.SlotInfo.new()
     invoke(lib.halfstep_get_slot_info, handle, index, slot, byref(info))
     return info
 
@@ -95,11 +96,11 @@ def slot_info(handle, index, slot):
 def _vector(handle, index, slot, shape):
     """Returns the shape and the rows of a slot that stores a vector over rows or columns of a
     matrix of this shape. Returns None for any other slot."""
-    if slot < _abi.SLOT_STATE or len(shape) < 2:
+    if slot < abi.SLOT_STATE or len(shape) < 2:
         return None
     info = slot_info(handle, index, slot)
     count = info.rows * info.columns
-    return None if count == math.prod(shape) else (_matrices.vector_of(shape, info), info.rows)
+    return None if count == math.prod(shape) else (matrices.vector_of(shape, info), info.rows)
 
 
 def read_rows(function, handle, index, shape, *arguments, rows=None):
@@ -130,10 +131,10 @@ class Handle:
 
     _as_parameter_ = None  # what ctypes passes in its place
 
-    def __init__(self, threads, seed, device=_devices.HOST):
+    def __init__(self, threads, seed, device=devices.HOST):
         self._as_parameter_ = create_handle(threads, seed, device)
         self.threads, self.device = threads, device
-        self.stream = _devices.stream(device) if self.asynchronous else None
+        self.stream = devices.stream(device) if self.asynchronous else None
         #: groups: the index of each recipe's group; options: the values that set() has set
         self.groups, self.options = {}, {}
 
@@ -151,7 +152,7 @@ class Handle:
     @property
     def asynchronous(self):
         """True if calls return before their work is done."""
-        return _devices.is_asynchronous(self.device)
+        return devices.is_asynchronous(self.device)
 
     def add(self, recipe, *tensor):
         """Adds a tensor, as add_tensor() takes it, to the group of a recipe. Returns its index."""
@@ -163,7 +164,7 @@ class Handle:
         """Sets choices, which are words, and hyper-parameters of all groups."""
         for key, value in options.items():
             if self.options.get(key) != value:
-                set_option(self, _abi.ALL_GROUPS, key, value)
+                set_option(self, abi.ALL_GROUPS, key, value)
                 self.options[key] = value
 
     def work(self, threads):
@@ -176,15 +177,15 @@ class Handle:
     def use_stream(self):
         """Makes a handle on a GPU work on the stream that is current there."""
         if self.asynchronous:
-            stream = _devices.stream(self.device)
+            stream = devices.stream(self.device)
             if stream != self.stream:
                 invoke(lib.halfstep_set_stream, self, stream)
                 self.stream = stream
 
     def counters(self, index):
         """Returns the record of a tensor, which has its counters."""
-        return _calls.read(self, _abi.RECORD_TENSOR, index)
+        return calls.read(self, abi.RECORD_TENSOR, index)
 
     def count(self, index, **counters):
         """Sets the counters of a tensor; those that are not given become 0."""
-        _calls.restore(self, _abi.Record.new(kind=_abi.RECORD_TENSOR, index=index, **counters))
+        calls.restore(self, abi.Record.new(kind=abi.RECORD_TENSOR, index=index, **counters))

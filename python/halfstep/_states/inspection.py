@@ -5,14 +5,17 @@ from ctypes import byref, c_int32, c_uint64
 
 import torch
 
-from . import _calls, _devices, _layout, _matrices, _names, _sharding
-from ._abi import invoke, lib
-from ._handles import Handle, read_rows, write_rows
-from ._members import declare
-from ._parameters import PLAIN, stored_dtype
-from ._planes import STATE, WEIGHT
-from ._sharding import decoded, local, stored, stored_whole
-from ._torch import increment_versions
+from .._library import calls
+from .._library.abi import invoke, lib
+from .._settings import naming
+from .._tensors import devices, matrices, sharding
+from .._tensors.parameters import PLAIN, stored_dtype
+from .._tensors.sharding import decoded, local, stored, stored_whole
+from .._tensors.torch_private import increment_versions
+from . import layout
+from .handles import Handle, read_rows, write_rows
+from .members import declare
+from .planes import STATE, WEIGHT
 
 
 class Inspection:
@@ -35,7 +38,7 @@ class Inspection:
         wanted = [
             (group_index, i, p, PLAIN[p.dtype])
             for i, p in enumerate(self.groups[group_index]["params"])
-            if _sharding.is_dtensor(p) and p.numel() and self.groups.takes_part(p)
+            if sharding.is_dtensor(p) and p.numel() and self.groups.takes_part(p)
         ]
         if wanted:
             self._declared(wanted)
@@ -66,7 +69,7 @@ class Inspection:
                     missing = math.prod(s.whole) - math.prod(s.shape)
                     memory["extras" if s.slot == WEIGHT else "states"] -= missing * s.dtype.itemsize
         precise = (m.recipe for m in members if any(s.precise for s in m.planes))
-        return memory, fallen, _layout.precise_states(precise)
+        return memory, fallen, layout.precise_states(precise)
 
     def recipe(self, p):
         """Returns the full recipe of a parameter."""
@@ -80,7 +83,7 @@ class Inspection:
     def scalar(self, p, name):
         """Returns a number that the rule keeps for a parameter."""
         m = self.cache.member(p)
-        return _calls.read_number(m.handle, m.index, m.rule, name)
+        return calls.read_number(m.handle, m.index, m.rule, name)
 
     def text(self):
         """Returns the text of repr()."""
@@ -100,14 +103,14 @@ class Inspection:
         ]
         shapes = {}
         for g, _, p in taking_part:
-            rule, how = self.groups.row_of(self.groups[g]).name, _matrices.how_of(self.groups[g])
-            shapes.setdefault(rule, []).append(_matrices.lay(rule, p.shape, how))
-        taken = [text for rule, some in shapes.items() if (text := _matrices.taken(rule, some))]
+            rule, how = self.groups.row_of(self.groups[g]).name, matrices.how_of(self.groups[g])
+            shapes.setdefault(rule, []).append(matrices.lay(rule, p.shape, how))
+        taken = [text for rule, some in shapes.items() if (text := matrices.taken(rule, some))]
         if taken:
             lines.append(f"taken for matrices: {'; '.join(taken)}")
         if fallen:
-            lines.append(f"too small for blocks, plain states: {_names.some(fallen, 8)}")
-        lines += precise + _layout.caveats(recipes)
+            lines.append(f"too small for blocks, plain states: {naming.some(fallen, 8)}")
+        lines += precise + layout.caveats(recipes)
         for i, group in enumerate(self.groups):
             lines.append(f"Parameter Group {i}")
             lines += [
@@ -125,7 +128,7 @@ class Inspection:
             found.setdefault(self.groups.row_of(self.groups[g]).label, []).append((g, i, p))
         return [
             f"{label}: {len(some)} tensors of {sum(p.numel() for _, _, p in some)} elements, "
-            + _names.some([self.names.of(g, i) for g, i, _ in some], 8)
+            + naming.some([self.names.of(g, i) for g, i, _ in some], 8)
             for label, some in found.items()
             if len(found) > 1
         ]
@@ -153,13 +156,13 @@ class Inspection:
         vector = found.shape != m.whole
         if m.gathered:
             found = found if vector else m.part.take(found).contiguous()
-        found = _devices.place(found, m.lies)
+        found = devices.place(found, m.lies)
         return found if vector or m.part is None else m.part.like_parameter(found)
 
     def _read_by_weight(self, p, function, *arguments):
         self.residuals.notice(p)
         m = self.cache.member(p)
-        weight = _devices.place(_devices.contiguous(stored(p)), m.device)
+        weight = devices.place(devices.contiguous(stored(p)), m.device)
         return self._read(m, function, *arguments, weight.data_ptr())
 
     def _is_plain(self, p):
@@ -203,10 +206,10 @@ class Inspection:
 
     def _write(self, m, slot, data, values):
         if m.gathered:
-            values = values.full_tensor() if _sharding.is_dtensor(values) else values
+            values = values.full_tensor() if sharding.is_dtensor(values) else values
         elif m.part is not None:
             values = m.part.take(values)
-        values = _devices.to_cpu(values).to(torch.float32)
+        values = devices.to_cpu(values).to(torch.float32)
         if tuple(values.shape) != m.whole:
             raise ValueError(
                 f"halfstep: parameter {m.name!r} has shape {m.whole}, not {tuple(values.shape)}"
@@ -229,7 +232,7 @@ class Inspection:
             return
         m = self._member_to_write(p)
         here = stored(p)
-        weight = _devices.place(_devices.contiguous(here), m.device)
+        weight = devices.place(devices.contiguous(here), m.device)
         self._write(m, WEIGHT, weight.data_ptr(), values)
         if not m.gathered and weight.data_ptr() != here.data_ptr():
             here.copy_(weight)

@@ -27,24 +27,22 @@ from functools import lru_cache
 
 import torch
 
-from . import _abi, _devices
+from .._library import abi
+from .._library.calls import GRID
+from .._tensors import devices
 
 WHOLE = ("id", "recipe", "state_steps", "full_steps", "writes")
 COUNTERS = WHOLE[2:]
-#: keys of a group that hold counts of the optimizer, always there and always current
-TOLD = ("group_steps", "skipped_steps", "last_norm")
 #: keys of the weight that trains, and of its residual or error code, while the averages of
 #: schedule-free training are in the model
 TRAINED = "weight.train"
 TRAINED_EXTRA = TRAINED + ".extra"
 #: ends of keys: codes and scales of a state, residuals and error codes
 PARTS = (".codes", ".scale", ".extra")
-#: end of a key: the grid of a second moment
-GRID = ".grid"
 
-_rules = {rule.id: rule.name for rule in _abi.rules.values()}
+_rules = {rule.id: rule.name for rule in abi.rules.values()}
 #: id -> name of each format
-FORMATS = {f.id: f.name for f in _abi.formats.values()}
+FORMATS = {f.id: f.name for f in abi.formats.values()}
 
 
 class Coded(dict):
@@ -79,9 +77,9 @@ def pack_recipe(recipe):
     format and the states' formats."""
     rule, weight, states = recipe.split("/")
     ids = [
-        _abi.rules[rule].id,
-        _abi.formats[weight].id,
-        *(_abi.formats[s].id for s in states.split("+")),
+        abi.rules[rule].id,
+        abi.formats[weight].id,
+        *(abi.formats[s].id for s in states.split("+")),
     ]
     return sum(number << 8 * place for place, number in enumerate(ids))
 
@@ -98,7 +96,7 @@ def unpack_recipe(number):
         return None
     recipe = "/".join((_rules[rule], FORMATS[weight], "+".join(FORMATS[s] for s in states)))
     try:
-        return recipe if _abi.recipe_full(recipe) == recipe else None
+        return recipe if abi.recipe_full(recipe) == recipe else None
     except ValueError:
         return None
 
@@ -107,7 +105,7 @@ def scalars_of(rule, planes=None):
     """Returns the names of the scalars and grids that a rule keeps for a parameter with these
     planes. Without planes, returns all that it may keep."""
     if planes is None:
-        return (*rule.scalars, *(s.name + GRID for s in rule.states if s.role == _abi.ROLE_NONNEG))
+        return (*rule.scalars, *(s.name + GRID for s in rule.states if s.role == abi.ROLE_NONNEG))
     return (*rule.scalars, *(s.name + GRID for s in planes if s.grid))
 
 
@@ -118,9 +116,9 @@ def precise_states(recipes):
     for rule in dict.fromkeys(
         recipe.split("/")[0]
         for recipe in recipes
-        if any(_abi.formats[name].block for name in recipe.split("/")[2].split("+"))
+        if any(abi.formats[name].block for name in recipe.split("/")[2].split("+"))
     ):
-        states = [state for state in _abi.rules[rule].states if state.precise_if]
+        states = [state for state in abi.rules[rule].states if state.precise_if]
         if states:  # all have the same option and format
             lines.append(
                 f"{rule}: with {states[0].precise_if}"
@@ -132,7 +130,7 @@ def precise_states(recipes):
 
 def caveats(recipes):
     """Returns what these recipes are known to cost, each text once."""
-    return list(dict.fromkeys(filter(None, map(_abi.recipe_caveat, recipes))))
+    return list(dict.fromkeys(filter(None, map(abi.recipe_caveat, recipes))))
 
 
 def numbers_of(rule, planes=None):
@@ -172,7 +170,7 @@ def is_number(tensor, key):
         isinstance(tensor, torch.Tensor)
         and tensor.dtype == _dtype(key)
         and (tensor.numel() == 1 if key == "step" else tensor.dim() == 0)
-        and _devices.of(tensor).type == "cpu"
+        and devices.of(tensor).type == "cpu"
     )
 
 
@@ -180,7 +178,7 @@ def write(tensor, value):
     """Writes a number into a tensor for which is_number() was true when the library got it. Counts
     no version, so that a new version means another writer. Somebody may have moved the tensor to a
     GPU since."""
-    if _devices.of(tensor).type != "cpu":
+    if devices.of(tensor).type != "cpu":
         tensor.detach().fill_(value)
         return
     (ctypes.c_int64 if tensor.dtype == torch.int64 else ctypes.c_double).from_address(
@@ -195,7 +193,7 @@ def whole(value):
         if value.numel() != 1 or value.device.type == "meta" or value.is_complex():
             return None
         value = value.item()
-    if not _abi.is_real(value) or not math.isfinite(value):
+    if not abi.is_real(value) or not math.isfinite(value):
         return None
     return int(value) if int(value) == value else None
 
@@ -293,22 +291,3 @@ def recipe_of(state, name):
             " this library"
         )
     return recipe
-
-
-def check_generator(group, place):
-    """Raises ValueError if a saved group has a seed and not the generator that goes with it."""
-    if "seed" in group and "generator" not in group:
-        raise ValueError(
-            f"halfstep: group {place} of this state has a 'seed' and no 'generator', so its random"
-            " bits are not known: add the generator of the optimizer that saved it"
-        )
-
-
-def check_told(key, value, place):
-    """Raises ValueError if a count or norm of a group is not valid."""
-    if key == "last_norm":
-        good, means = _abi.is_real(value) and 0.0 <= value < math.inf, "is not a finite norm"
-    else:
-        good, means = _abi.is_count(value), "is not a count"
-    if not good:
-        raise ValueError(f"halfstep: {key!r} of group {place} is {value!r}, which {means}")

@@ -10,8 +10,12 @@ from collections import defaultdict
 
 import torch
 
-from . import _abi, _foreign, _layout, _names, _sharding, _state
-from ._torch import warn
+from .._library import abi
+from .._settings import naming
+from .._settings.groups import TOLD, check_generator
+from .._tensors import sharding
+from .._tensors.torch_private import warn
+from . import checks, foreign, layout
 
 #: rules that differ only in their decay, and load each other's states, as torch's do
 _SIBLINGS = ("adam", "adamw")
@@ -48,13 +52,13 @@ def _as_own(own, state):
     if own not in _SIBLINGS or not isinstance(state, dict) or state.get("recipe") is None:
         return state
     try:
-        there = _layout.recipe_of(state, "")
+        there = layout.recipe_of(state, "")
     except ValueError:  # _check_state() reports it with the parameter's name
         return state
     rule, _, formats = there.partition("/")
     if rule == own or rule not in _SIBLINGS:
         return state
-    return {**state, "recipe": _layout.recipe_number(f"{own}/{formats}")}
+    return {**state, "recipe": layout.recipe_number(f"{own}/{formats}")}
 
 
 def _with_names(state_dict):
@@ -70,7 +74,7 @@ def _with_names(state_dict):
             "halfstep: 'param_names' of this state is not a list of one list for each group"
         )
     for place, (own, group) in enumerate(zip(names, groups)):
-        _state.check_names({**group, "param_names": own} if None not in own else {}, place)
+        checks.check_names({**group, "param_names": own} if None not in own else {}, place)
     return [
         group if any(name is None for name in own) else {"param_names": list(own), **group}
         for own, group in zip(names, groups)
@@ -90,10 +94,10 @@ class Loading:
         self.before = [dict(group) for group in groups]
         # What the dictionary holds beside states, by the numbers of parameters.
         self.renamed, self.positions, self.pending, self.hashes, self.places = {}, False, (), {}, {}
-        _state.check_whole(state_dict)
+        checks.check_whole(state_dict)
         # The dictionary may be this optimizer's own, edited. It is copied, so that the handle's
         # numbers do not overwrite it.
-        state_dict = dict(_foreign.translate(list(map(groups.row_of, groups)), state_dict))
+        state_dict = dict(foreign.translate(list(map(groups.row_of, groups)), state_dict))
         state_dict["state"] = {
             k: dict(v) if isinstance(v, dict) else v for k, v in state_dict["state"].items()
         }
@@ -108,15 +112,15 @@ class Loading:
         given = dict(given)
         for place, group in enumerate(given["param_groups"]):
             if not any(isinstance(key, str) for key in group["params"]):
-                _state.check_names(group, place)
-        _state.check_keys(given)
+                checks.check_names(group, place)
+        checks.check_keys(given)
         self.pending, self.hashes = given.get("pending", ()), given.get("weight_hashes", {})
         if not isinstance(self.hashes, dict):
             raise ValueError(
                 "halfstep: 'weight_hashes' of this state is not a dictionary of one tensor for each"
                 " parameter's number; delete it, and weights are not checked"
             )
-        groups, self.renamed, self.positions = _names.align(self.names.all(), given["param_groups"])
+        groups, self.renamed, self.positions = naming.align(self.names.all(), given["param_groups"])
         numbers = [key for group in groups for key in group["params"]]
         self.places = {key: i for i, key in enumerate(numbers)}
         rules = {
@@ -154,11 +158,11 @@ class Loading:
                     f" {self.groups.options.title} steps that group by {rule} here: make the"
                     " optimizer with groups of the same rules as they were saved with"
                 )
-        _layout.check_generator(group, place)
+        check_generator(group, place)
         for key, value in own.items():
             if key in ("weights", "states", "fused", "foreach", "capturable", "differentiable"):
                 group[key] = value
-            elif key not in ("params", "param_names", *_layout.TOLD):
+            elif key not in ("params", "param_names", *TOLD):
                 group.setdefault(
                     key, True if key == "train_mode" else value
                 )  # files without it hold the weights that train
@@ -211,10 +215,10 @@ class Loading:
             state = self.groups.state.get(p)
             if not state:
                 continue
-            here, there = self.names.recipe(g, i), _layout.recipe_of(state, "")
+            here, there = self.names.recipe(g, i), layout.recipe_of(state, "")
             if there is None:
-                if _sharding.is_flat(p, self.groups.options.flat) and any(
-                    _abi.formats[f].block for f in here.split("/")[2].split("+")
+                if sharding.is_flat(p, self.groups.options.flat) and any(
+                    abi.formats[f].block for f in here.split("/")[2].split("+")
                 ):
                     warn(
                         f"plain states of a flat buffer were loaded into {here}, whose"

@@ -2,34 +2,21 @@
 each."""
 
 import contextlib
-from typing import Any, NamedTuple, Optional
+from typing import NamedTuple
 
 import torch
 
-from . import _abi, _devices, _layout, _matrices, _sharding
-from ._handles import add_group, add_tensor
-from ._parameters import stored_dtype
-from ._planes import lay_out
-from ._sharding import local, stored
-from ._watch import version
+from .._library import abi
+from .._library.calls import GRID
+from .._tensors import devices, matrices, sharding
+from .._tensors.parameters import stored_dtype
+from .._tensors.sharding import local, stored
+from . import layout
+from .handles import add_group, add_tensor
+from .planes import lay_out
+from .watch import version
 
 NOTHING = contextlib.nullcontext()
-
-
-class Settings(NamedTuple):
-    """The options of an optimizer that its handles depend on."""
-
-    rule: str
-    rules: tuple  # of each group
-    seed: int
-    threads: int
-    clip_norm: Optional[float]
-    clip: Optional[str]
-    scan: Optional[str]
-    generator: Optional[str]
-    flat: Any
-    norm_group: Any
-    owners: Any
 
 
 class Wanted(NamedTuple):
@@ -61,7 +48,7 @@ def declare(handle, settings, wanted, meant, stage=None):
     """
     members, c_groups, fallen = [], {}, []
     for one in wanted:
-        part = _sharding.part_of(one.p, one.name, settings.flat, one.rule, one.how, settings.owners)
+        part = sharding.part_of(one.p, one.name, settings.flat, one.rule, one.how, settings.owners)
         if stage is not None and part is not None and part.gathered:
             part.owned = stage.owns(one.p)
         m = Member(one, part, handle)
@@ -94,27 +81,27 @@ class Member:
 
     def __init__(self, wanted, part, handle):
         p, self.group, self.gradient, self.name, self.id, self.recipe, self.device, how = wanted
-        self.rule = _abi.rules[wanted.rule]
+        self.rule = abi.rules[wanted.rule]
         self.p, self.part, self.handle = p, part, handle
         here = local(p)
         #: the shape here, as the library takes it
         self.shape = tuple(here.shape)
         if not self.gathered:
-            self.shape = _matrices.lay_part(self.rule.name, p.shape, here.shape, how)
+            self.shape = matrices.lay_part(self.rule.name, p.shape, here.shape, how)
         held = stored(p)
         #: the format of 8-bit weights, or None
         self.format = None if held is here else here.format
         self.dtype, self.strides = p.dtype, held.stride()
-        self.dense = _devices.is_plain(held)
-        self.address, self.lies = held.data_ptr(), _devices.of(held)
+        self.dense = devices.is_plain(held)
+        self.address, self.lies = held.data_ptr(), devices.of(held)
         self.bound = self.places = ()
-        #: brings states to where it is stepped and back (streaming.py, _owners.py), or None
+        #: brings states to where it is stepped and back (streaming.py, ownership.py), or None
         self.stage = None
 
     @property
     def shown(self):
         """The keys of the numbers that the library writes into its state."""
-        return (*_layout.COUNTERS, *self.rule.scalars)
+        return (*layout.COUNTERS, *self.rule.scalars)
 
     def note_places(self):
         """Notes where the library writes the numbers of its state."""
@@ -183,12 +170,11 @@ class Plain:
         # The address of a number is compared only if its member has no other state, because
         # whatever moves states moves all of them.
         numbers = [
-            [m.step, *(tensor() for key, tensor, _ in m.bound if key.endswith(_layout.GRID))]
+            [m.step, *(tensor() for key, tensor, _ in m.bound if key.endswith(GRID))]
             for m in members
         ]
         planes = [
-            [tensor() for key, tensor, _ in m.bound if not key.endswith(_layout.GRID)]
-            for m in members
+            [tensor() for key, tensor, _ in m.bound if not key.endswith(GRID)] for m in members
         ]
         self.tensors = [tensor for pair in zip(planes, numbers) for tensor in pair[0] or pair[1]]
         self.addresses = list(map(torch.Tensor.data_ptr, self.tensors))

@@ -6,16 +6,18 @@ from dataclasses import dataclass
 
 import torch
 
-from . import _abi, _devices, _dither, _matrices, _sharding
-from ._abi import invoke, lib
-from ._handles import Handle, add_group, add_tensor, slot_info
-from ._matrices import rows_of
-from ._parameters import DTYPES
-from ._sharding import local, stored
+from .._library import abi
+from .._library.abi import invoke, lib
+from .._tensors import devices, matrices, sharding
+from .._tensors.matrices import rows_of
+from .._tensors.parameters import DTYPES
+from .._tensors.sharding import local, stored
+from . import dither
+from .handles import Handle, add_group, add_tensor, slot_info
 
-WEIGHT, STATE = _abi.SLOT_WEIGHT, _abi.SLOT_STATE
+WEIGHT, STATE = abi.SLOT_WEIGHT, abi.SLOT_STATE
 #: geometries of formats whose tensors have a row for each row of the weight
-_BY_ROWS = (_abi.GEOMETRY_ROWS, _abi.GEOMETRY_PACKED)
+_BY_ROWS = (abi.GEOMETRY_ROWS, abi.GEOMETRY_PACKED)
 
 
 @dataclass(eq=False)
@@ -53,23 +55,23 @@ class Plane:
             isinstance(tensor, torch.Tensor)
             and tensor.dtype == self.dtype
             and tuple(tensor.shape) == self.shape
-            and _devices.of(tensor) == device
+            and devices.of(tensor) == device
             and tensor.layout == torch.strided
-            and _devices.is_plain(tensor)
+            and devices.is_plain(tensor)
         )
 
     def initial(self, p, name, device):
         """Returns what the plane begins with beside the weight p."""
-        if self.extra and self.role in (0, _abi.ROLE_WEIGHT) and _sharding.is_packed(p):
-            return _dither.error_codes(p, name, device)
-        if self.role == _abi.ROLE_WEIGHT and not self.extra:
+        if self.extra and self.role in (0, abi.ROLE_WEIGHT) and sharding.is_packed(p):
+            return dither.error_codes(p, name, device)
+        if self.role == abi.ROLE_WEIGHT and not self.extra:
             here = stored(p)
             return (
-                _devices.clone(here)
-                if _devices.of(here) == device
-                else _devices.place(_devices.contiguous(here), device)
+                devices.clone(here)
+                if devices.of(here) == device
+                else devices.place(devices.contiguous(here), device)
             )
-        return _devices.zeros(self.shape, self.dtype, device)
+        return devices.zeros(self.shape, self.dtype, device)
 
 
 def planes_of(handle, index, rule, shape, rows=None):
@@ -83,7 +85,7 @@ def planes_of(handle, index, rule, shape, rows=None):
         info = slot_info(handle, index, slot)
         if info.format < 0:
             continue
-        fmt = _abi.format_rows[info.format]
+        fmt = abi.format_rows[info.format]
         fell_back |= bool(info.fell_back)
         name = info.name.decode()
         role = 0 if slot == WEIGHT else rule.states[slot - STATE].role
@@ -91,11 +93,11 @@ def planes_of(handle, index, rule, shape, rows=None):
             code = DTYPES[fmt.code_dtype]
             code_bytes = int(info.code_bytes)
             if info.rows * info.columns != count:  # a vector over rows or columns
-                code_shape = _matrices.vector_of(shape, info)
+                code_shape = matrices.vector_of(shape, info)
             elif code_bytes == count * code.itemsize:
                 code_shape = tuple(shape)
             elif fmt.geometry in _BY_ROWS and rows and code_bytes % rows == 0:
-                code_shape = (*_matrices.lines_of(shape, rows), code_bytes // rows)
+                code_shape = (*matrices.lines_of(shape, rows), code_bytes // rows)
             else:
                 code_shape = (code_bytes,)
             key = "" if code.is_floating_point else ".codes"
@@ -104,11 +106,11 @@ def planes_of(handle, index, rule, shape, rows=None):
         if fmt.extra_dtype:
             extra = DTYPES[fmt.extra_dtype]
             n = int(info.extra_bytes) // extra.itemsize
-            scales = bool(fmt.block) and fmt.geometry != _abi.GEOMETRY_PACKED
+            scales = bool(fmt.block) and fmt.geometry != abi.GEOMETRY_PACKED
             if not fmt.block:
                 extra_shape = tuple(shape)
             elif fmt.geometry in _BY_ROWS and rows and (info.blocks_per_row or not scales):
-                extra_shape = (*_matrices.lines_of(shape, rows), n // rows)
+                extra_shape = (*matrices.lines_of(shape, rows), n // rows)
             else:
                 extra_shape = (n,)
             key = ".scale" if scales else ".extra"
@@ -120,7 +122,7 @@ def planes_of(handle, index, rule, shape, rows=None):
 def lay_out(handle, index, recipe, options, part, shape, name):
     """Returns planes_of() for a tensor that may be a part of one. `recipe` and `options` are those
     of its group."""
-    rule = _abi.rules[recipe.partition("/")[0]]
+    rule = abi.rules[recipe.partition("/")[0]]
     planes, fell_back = planes_of(handle, index, rule, shape, None if part is None else part.rows)
     if part is not None and (part.gathered or part.mesh is not None):
         # A sharded plane needs the shape of the whole, which only a handle that holds the whole
@@ -136,6 +138,6 @@ def bind_planes(handle, index, planes, tensors):
     """Gives the library the addresses of a tensor's planes. `tensors` holds the planes by key."""
     places = {}
     for s in planes:
-        places.setdefault(s.slot, [None, None])[s.extra] = _sharding.address(tensors[s.key])
+        places.setdefault(s.slot, [None, None])[s.extra] = sharding.address(tensors[s.key])
     for slot, (main, extra) in places.items():
         invoke(lib.halfstep_bind_slot, handle, index, slot, main, extra)

@@ -5,11 +5,12 @@ import contextlib
 
 import torch
 
-from . import _devices, _dither
-from ._sharding import is_packed, local
-from ._store import StoredState
-from ._torch import warn
-from ._watch import PIECE, Watch, clear_rows
+from .._tensors import devices
+from .._tensors.sharding import is_packed, local
+from .._tensors.torch_private import warn
+from . import dither
+from .store import StoredState
+from .watch import PIECE, Watch, clear_rows
 
 
 class Residuals:
@@ -22,7 +23,7 @@ class Residuals:
         self.groups, self.names = groups, names
         self.watch = Watch()
         self._warned = False
-        # In a compiled step, by weight: True if the operator got a copy of it (see _watch.py). The
+        # In a compiled step, by weight: True if the operator got a copy of it (see watch.py). The
         # witness is under None.
         self._copies = None
 
@@ -58,7 +59,7 @@ class Residuals:
             fresh, extra = None, self.groups.state[p]["weight.extra"]
             if is_packed(p):
                 here = local(extra)
-                fresh = _dither.error_codes(p, self.names.find(p), _devices.of(here))
+                fresh = dither.error_codes(p, self.names.find(p), devices.of(here))
             clear_rows(extra, rows, fresh)
             self.groups.state[p]["weight.extra"] = extra
             self.watch.wrote([p], self.of)

@@ -2,9 +2,10 @@
 
 import torch
 
-from . import _layout, _state
-from ._loading import Loading, unwrap
-from ._options import keep_plain
+from .._settings.groups import TOLD, check_generator
+from .._settings.options import keep_plain
+from . import checks, layout
+from .loading import Loading, unwrap
 
 #: attributes that pickles leave out, because they are rebuilt or bound to this process. "step" is
 #: among them because a scheduler may have wrapped the instance's.
@@ -47,7 +48,7 @@ class Saving:
         members, kept = set(map(id, self.groups.params())), self.groups.state
         if self.cache.store is not None:
             kept = {p: dict(state.items()) for p, state in kept.items()}
-        plain = {p: dict(state) for p, state in kept.items() if type(state) is _layout.Coded}
+        plain = {p: dict(state) for p, state in kept.items() if type(state) is layout.Coded}
         kept = {**kept, **plain}
         strangers = {
             key for key in kept if isinstance(key, torch.Tensor) and id(key) not in members
@@ -83,7 +84,7 @@ class Saving:
     def plain(self):
         """Returns the state as torch's own optimizer of the same rule saves it."""
         self.sync()
-        return _state.plain(self.groups, self.inspection.reader())
+        return checks.plain(self.groups, self.inspection.reader())
 
     # ---- Pickles ---------------------------------------------------------------------------------
 
@@ -133,15 +134,15 @@ class Saving:
     def unpacked(self, loaded, hashes):
         """Completes an optimizer that has taken what unpack() returned. `loaded`: it comes from a
         state dictionary, which has to be checked."""
-        told = dict(zip(_layout.TOLD, (0, 0, 0.0)))
+        told = dict(zip(TOLD, (0, 0, 0.0)))
         for place, group in enumerate(self.groups):
-            _layout.check_generator(group, place)
+            check_generator(group, place)
             defaults = self.groups.options.defaults_of(group, self.groups.defaults)
             for key, value in {**defaults, **told}.items():
                 group.setdefault(key, value)
         self.names.take_loaded()
-        _state.tidy(self.groups, self.names)
+        checks.tidy(self.groups, self.names)
         if loaded:
-            _state.check(self.groups, self.names)
+            checks.check(self.groups, self.names)
         self.groups.show_estimates()
         self.residuals.take_hashes(hashes)

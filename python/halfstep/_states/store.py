@@ -18,22 +18,25 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from . import _abi, _calls, _convert, _devices, _layout, _sharding
-from ._abi import check, invoke, lib
-from ._files import count, parsed
-from ._planes import Plane
-from ._sharding import stored
-from ._torch import increment_versions, warn_once
-from ._watch import version
+from .._library import abi, calls
+from .._library.abi import check, invoke, lib
+from .._settings.groups import TOLD
+from .._tensors import devices, sharding
+from .._tensors.sharding import stored
+from .._tensors.torch_private import increment_versions, warn_once
+from . import convert, layout
+from .files import count, parsed
+from .planes import Plane
+from .watch import version
 
 #: errors of the library that come from a file
-_OF_FILES = (_abi.ERROR_FORMAT, _abi.ERROR_MISMATCH, _abi.ERROR_IO)
+_OF_FILES = (abi.ERROR_FORMAT, abi.ERROR_MISMATCH, abi.ERROR_IO)
 #: the key of what a file keeps of Python's optimizer
 _KEY = "python"
 #: the stores of this process that have a file open, by its path
 _open = WeakValueDictionary()
 #: keys of groups that a file keeps elsewhere, or not at all
-_NOT_KEPT = ("params", "param_names", "train_mode", *_layout.TOLD)
+_NOT_KEPT = ("params", "param_names", "train_mode", *TOLD)
 
 
 _text = c_char_p, c_size_t
@@ -41,18 +44,18 @@ _SIGNATURES = {
     **dict.fromkeys(
         ("store_create", "store_open"),
         (
-            *(c_int, c_char_p, c_void_p, c_void_p, POINTER(_abi.StoreOptions), POINTER(c_void_p)),
+            *(c_int, c_char_p, c_void_p, c_void_p, POINTER(abi.StoreOptions), POINTER(c_void_p)),
             *_text,
         ),
     ),
     "store_bind": (c_int, c_void_p, c_void_p, *_text),
     "store_set_value": (c_int, c_void_p, c_char_p, c_char_p, *_text),
     "store_close": (None, c_void_p),
-    "store_get_info": (c_int, c_char_p, POINTER(_abi.StoreInfo), *_text),
-    "store_free_info": (None, POINTER(_abi.StoreInfo)),
+    "store_get_info": (c_int, c_char_p, POINTER(abi.StoreInfo), *_text),
+    "store_free_info": (None, POINTER(abi.StoreInfo)),
     **dict.fromkeys(
         ("write_optimizer", "read_optimizer"),
-        (c_int, c_char_p, c_void_p, c_void_p, POINTER(_abi.FileOptions), *_text),
+        (c_int, c_char_p, c_void_p, c_void_p, POINTER(abi.FileOptions), *_text),
     ),
 }
 
@@ -61,7 +64,7 @@ _SIGNATURES = {
 def _io():
     """Returns the library halfstep_io, which lies beside the core library. HALFSTEP_IO_LIBRARY
     names another. Raises RuntimeError if there is none."""
-    folder, name = os.path.split(_abi.path)
+    folder, name = os.path.split(abi.path)
     path = os.environ.get("HALFSTEP_IO_LIBRARY") or os.path.join(
         folder, name.replace("halfstep", "halfstep_io", 1)
     )
@@ -88,7 +91,7 @@ def _call(name, *arguments):
 def contents(path):
     """Describes a file of states. Returns its StoreInfo without texts, its header, and the record
     of its last whole step."""
-    info = _abi.StoreInfo.new()
+    info = abi.StoreInfo.new()
     _call("store_get_info", os.fsencode(path), byref(info))
     try:
         texts = [json.loads(ctypes.string_at(text)) for text in (info.header, info.commit)]
@@ -249,7 +252,7 @@ class Store:
                     " leave one of them out"
                 )
         advice = "leave store out and save with torch.distributed.checkpoint"
-        _sharding.refuse(self.groups.params(), f"store={self.path!r}", advice)
+        sharding.refuse(self.groups.params(), f"store={self.path!r}", advice)
 
     def _load_groups(self, load):
         _, _, commit = contents(self.path)
@@ -317,7 +320,7 @@ class Store:
         self._refuse_options()
         if len(engine.parts) != 1 or engine.asynchronous:
             name, device = next(
-                (m.name, m.device) for m in engine.members if _devices.is_asynchronous(m.device)
+                (m.name, m.device) for m in engine.members if devices.is_asynchronous(m.device)
             )
             raise ValueError(
                 f"halfstep: parameter {name!r} is on {device}, and states in a file are stepped by"
@@ -340,10 +343,10 @@ class Store:
         for m in engine.members:
             held = state.get(m.p)
             if isinstance(held, StoredState) and held.store is self:
-                for key in ("step", *_layout.numbers_of(m.rule, m.planes)):
-                    value = _layout.take_number(held, key, m.name)
-                    if not _layout.is_number(held.get(key), key):
-                        held[key] = _layout.number(value or _layout.initial(key), key)
+                for key in ("step", *layout.numbers_of(m.rule, m.planes)):
+                    value = layout.take_number(held, key, m.name)
+                    if not layout.is_number(held.get(key), key):
+                        held[key] = layout.number(value or layout.initial(key), key)
             elif self._take(m, state, meant[m.group]):
                 converted.append(m.p)
         return converted
@@ -361,7 +364,7 @@ class Store:
         path, options = os.fsencode(self.path), self.groups.options
         weights = [self.placement.weight_here(m) for m in engine.members]
         pointers = (c_void_p * len(weights))(*map(torch.Tensor.data_ptr, weights))
-        given = _abi.StoreOptions.new(
+        given = abi.StoreOptions.new(
             without_weights=not options.store_weights, memory=options.store_memory or 0
         )
         file, exists = c_void_p(), self.exists
@@ -387,13 +390,13 @@ class Store:
     @staticmethod
     def _numbers(m):
         """Returns the small tensors of a state, from the record of its tensor."""
-        record = _calls.read(m.handle, _abi.RECORD_TENSOR, m.index)
-        values = {"step": float(record.state_steps), "id": _layout.signed(m.id)}
-        values["recipe"] = _layout.pack_recipe(m.recipe)
-        values.update((key, getattr(record, key)) for key in _layout.COUNTERS)
-        for key in _layout.scalars_of(m.rule, m.planes):
-            values[key] = _calls.number(record, m.rule, key)
-        return {key: _layout.number(value, key) for key, value in values.items()}
+        record = calls.read(m.handle, abi.RECORD_TENSOR, m.index)
+        values = {"step": float(record.state_steps), "id": layout.signed(m.id)}
+        values["recipe"] = layout.pack_recipe(m.recipe)
+        values.update((key, getattr(record, key)) for key in layout.COUNTERS)
+        for key in layout.scalars_of(m.rule, m.planes):
+            values[key] = calls.number(record, m.rule, key)
+        return {key: layout.number(value, key) for key, value in values.items()}
 
     def _tell_groups(self, engine, part):
         """Writes the counts of the file into the groups."""
@@ -407,7 +410,7 @@ class Store:
     def _take(self, m, states, hypers):
         """Moves the state of a member into the file. Makes what it lacks. Returns True if this was
         the residual or error code of the weight."""
-        made, obsolete, weight = _convert.create_state(m, states, hypers)
+        made, obsolete, weight = convert.create_state(m, states, hypers)
         whole = {**(states.get(m.p) or {}), **made}
         for key in obsolete & set(whole):
             del whole[key]
@@ -447,7 +450,7 @@ class Store:
     def write(self, p, s, tensor):
         """Writes the tensor of a plane of a parameter. The next step makes it durable."""
         _, name = self.indices.get(p, (None, "?"))
-        tensor = _convert.adopt(tensor, s, name)
+        tensor = convert.adopt(tensor, s, name)
         self._bytes(lib.halfstep_write_bytes, p, s, tensor)
 
     # ---- Steps -----------------------------------------------------------------------------------
@@ -483,7 +486,7 @@ class Store:
         if not self.groups.options.store_weights:
             return weight.data_ptr()
         size = weight.numel() * weight.element_size()
-        place = m.index, _abi.SLOT_WEIGHT, 0, 0, size, weight.data_ptr()
+        place = m.index, abi.SLOT_WEIGHT, 0, 0, size, weight.data_ptr()
         invoke(lib.halfstep_write_bytes, self.part, *place)
         return None
 
@@ -514,7 +517,7 @@ class Store:
         members = self.cache.current().members
         sizes = [(c_uint64 * m.p.dim())(*m.p.shape) for m in members]
         shapes = (c_void_p * len(sizes))(*map(ctypes.addressof, sizes))
-        options = _abi.FileOptions.new(shapes=ctypes.addressof(shapes))
+        options = abi.FileOptions.new(shapes=ctypes.addressof(shapes))
         _call("write_optimizer", os.fsencode(path), self.part, None, byref(options))
 
     def takes(self, state):
@@ -522,7 +525,7 @@ class Store:
         members = {p: self.names.recipe(g, i) for g, i, p in self.groups.members()}
         params = self.groups.params()
         return not self.cache.empty and all(
-            _layout.recipe_of(held, "") == members[params[place]] for place, held in state.items()
+            layout.recipe_of(held, "") == members[params[place]] for place, held in state.items()
         )
 
     def load(self, path, state_dict, load):
@@ -537,8 +540,8 @@ class Store:
             for m in members:
                 held = state_dict["state"].get(places[m.p])
                 if held is not None:
-                    identity = _layout.take_number(held, "id", m.name)
-                    self.groups.state[m.p]["id"] = _layout.number(identity, "id")
+                    identity = layout.take_number(held, "id", m.name)
+                    self.groups.state[m.p]["id"] = layout.number(identity, "id")
         except BaseException:
             self._reopen(load)
             raise
@@ -581,7 +584,7 @@ class Store:
                 "it keeps no weights, so load those of its last whole step and make the optimizer"
                 " anew"
             )
-        raise _abi.HalfstepError(
+        raise abi.HalfstepError(
             f"halfstep: the step was not made, because the file of states failed: {text}. Look"
             f" after {self.path} and its disk; {now}",
             code,

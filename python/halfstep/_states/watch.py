@@ -16,8 +16,8 @@ from functools import lru_cache
 
 import torch
 
-from . import _devices, _sharding
-from ._sharding import is_dtensor, is_packed, local, stored
+from .._tensors import devices, sharding
+from .._tensors.sharding import is_dtensor, is_packed, local, stored
 
 _get = torch.Tensor._version.__get__
 #: classes whose tensors count all writes themselves
@@ -39,7 +39,7 @@ def version(tensor):
 
 def versions(tensors):
     """Returns version() of each tensor."""
-    if _sharding.seen and not _WHOLE.issuperset(map(type, tensors)):
+    if sharding.seen and not _WHOLE.issuperset(map(type, tensors)):
         return list(map(version, tensors))
     try:
         return list(map(_get, tensors))
@@ -60,7 +60,7 @@ def _block(tensor):
 def _digest(extra):
     """Returns something that two residuals have in common if they hold the same bits."""
     here = local(extra)
-    flat = _devices.contiguous(here).view(-1).view(torch.uint8)
+    flat = devices.contiguous(here).view(-1).view(torch.uint8)
     return here.shape, here.dtype, int(flat.sum(dtype=torch.int64))
 
 
@@ -89,7 +89,7 @@ def row_hashes(tensor):
     A hash is the sum over the row of bits times a number of the column, modulo 2^32, and never
     UNKNOWN. One changed element always changes it.
     """
-    t = _devices.contiguous(stored(tensor).detach())
+    t = devices.contiguous(stored(tensor).detach())
     if is_packed(tensor):
         t = t.view(torch.int16)
     if t.element_size() != 2:
@@ -141,9 +141,9 @@ def _same_bits(a, b):
     a, b = stored(a), stored(b)
     if a.shape != b.shape or a.dtype != b.dtype or not a.untyped_storage().nbytes():
         return False
-    if _devices.of(a) != _devices.of(b):
-        a, b = _devices.to_cpu(a), _devices.to_cpu(b)
-    return torch.equal(*(_devices.contiguous(t).view(-1).view(torch.uint8) for t in (a, b)))
+    if devices.of(a) != devices.of(b):
+        a, b = devices.to_cpu(a), devices.to_cpu(b)
+    return torch.equal(*(devices.contiguous(t).view(-1).view(torch.uint8) for t in (a, b)))
 
 
 class _Note:
@@ -288,7 +288,7 @@ class Watch:
         another device. Trainers that swap blocks or offload layers leave it so. It then proves
         nothing, and torch has counted no write to the weight."""
         held = stored(held)
-        if _devices.of(held) != _devices.of(stored(p)):
+        if devices.of(held) != devices.of(stored(p)):
             return True
         memory = held.untyped_storage().data_ptr()
         others = (q for q in self.tensors if q is not p)

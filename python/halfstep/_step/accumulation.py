@@ -3,7 +3,7 @@ followed yet."""
 
 import torch
 
-from ._parameters import stored_dtype
+from .._tensors.parameters import stored_dtype
 
 
 class Accumulation:

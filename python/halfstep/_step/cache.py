@@ -3,14 +3,15 @@ has changed."""
 
 from operator import is_
 
-from . import _devices, _empty
-from ._abi import NONFINITE
-from ._device_parts import formats_of
-from ._engine import Engine
-from ._parameters import PLAIN, check_parameter
-from ._sharding import local, stored
-from ._store import StoredState
-from ._watch import version
+from .._library.abi import NONFINITE
+from .._states import empty
+from .._states.store import StoredState
+from .._states.watch import version
+from .._tensors import devices
+from .._tensors.parameters import PLAIN, check_parameter
+from .._tensors.sharding import local, stored
+from .device_parts import formats_of
+from .engine import Engine
 
 
 class EngineCache:
@@ -56,7 +57,7 @@ class EngineCache:
                 and p not in also
                 and not (self.groups.options.gradient_release and p.requires_grad)
             ):
-                if p.requires_grad and _devices.of(stored(p)).type == "meta":
+                if p.requires_grad and devices.of(stored(p)).type == "meta":
                     self._refuse_meta(self.names.of(g, i))
                 continue
             name = self.names.of(g, i)
@@ -217,7 +218,7 @@ class EngineCache:
             engine is not None
             and engine.asynchronous
             and not any(
-                part.asynchronous and _devices.capturing(part.device) for part in engine.parts
+                part.asynchronous and devices.capturing(part.device) for part in engine.parts
             )
         ):
             code, handle = engine.hear()
@@ -240,4 +241,4 @@ class EngineCache:
         ):
             self.engine = None  # the next engine reads what somebody else has written
             engine.destroy()
-        _empty.sync(self.groups, self.names)
+        empty.sync(self.groups, self.names)

@@ -5,14 +5,16 @@ from operator import is_
 
 import torch
 
-from . import _abi, _devices, _layout
-from ._abi import invoke, lib
-from ._handles import Handle, set_option
-from ._matrices import how_of
-from ._members import NOTHING
+from .._library import abi
+from .._library.abi import invoke, lib
+from .._settings.groups import TOLD
+from .._states.handles import Handle, set_option
+from .._states.members import NOTHING
+from .._tensors import devices
+from .._tensors.matrices import how_of
 
 #: keys of a group that are not hyper-parameters
-_NO_HYPERS = ("params", "param_names", *_layout.TOLD)
+_NO_HYPERS = ("params", "param_names", *TOLD)
 
 
 def formats_of(settings, groups):
@@ -40,7 +42,7 @@ class Group:
         #: the tensor from which a GPU reads lr, or None
         self.lr = None
         #: made once, because it is read at every step
-        self.record = _abi.Record.new(kind=_abi.RECORD_GROUP, index=index)
+        self.record = abi.Record.new(kind=abi.RECORD_GROUP, index=index)
 
     def count_steps(self):
         """Returns the number of steps that the library has counted."""
@@ -52,7 +54,7 @@ class Group:
         every replay of a graph. Returns False for any other lr, which is not taken."""
         if (
             not isinstance(lr, torch.Tensor)
-            or not _devices.is_asynchronous(_devices.of(lr))
+            or not devices.is_asynchronous(devices.of(lr))
             or not self.handle.asynchronous
         ):
             if self.lr is not None:
@@ -60,7 +62,7 @@ class Group:
                 self.lr = None
             return False
         if self.lr is None:
-            self.lr = _devices.zeros((), torch.float64, self.handle.device)
+            self.lr = devices.zeros((), torch.float64, self.handle.device)
             self._bind_lr(self.lr.data_ptr())
             self.given.pop("lr", None)
         self.lr.copy_(lr.reshape(()))
@@ -96,8 +98,8 @@ class Group:
             if self.given.get(name) != value:
                 try:
                     set_option(self.handle, self.index, name, value)
-                except _abi.HalfstepError as error:
-                    if error.code == _abi.ERROR_ORDER:
+                except abi.HalfstepError as error:
+                    if error.code == abi.ERROR_ORDER:
                         return False
                     raise
         self.given, self.values = options, self.seen

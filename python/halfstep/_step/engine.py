@@ -11,14 +11,19 @@ from ctypes import c_void_p
 
 import torch
 
-from . import _abi, _calls, _convert, _devices, _layout, _ranks, _sharding
-from ._abi import check, invoke, lib
-from ._device_parts import DevicePart, Group, formats_of
-from ._members import Plain, declare
-from ._parameters import check_parameter
-from ._planes import bind_planes
-from ._sharding import local, stored
-from ._watch import version
+from .._library import abi, calls
+from .._library.abi import check, invoke, lib
+from .._library.calls import GRID
+from .._ranks import agreement
+from .._settings.groups import check_told
+from .._states import convert, layout
+from .._states.members import Plain, declare
+from .._states.planes import bind_planes
+from .._states.watch import version
+from .._tensors import devices, sharding
+from .._tensors.parameters import check_parameter
+from .._tensors.sharding import local, stored
+from .device_parts import DevicePart, Group, formats_of
 
 
 class Engine:
@@ -28,16 +33,16 @@ class Engine:
 
     def __init__(self, settings, groups, state, divided, meant, store=None):
         """`groups` and `state` are the optimizer's. `divided` has three items for each handle: its
-        device, the stage that brings states there (streaming.py, _owners.py) or None, and a list
+        device, the stage that brings states there (streaming.py, ownership.py) or None, and a list
         of Wanted.
         `meant` is that of declare(). `store` is the file of the states, or None."""
         self.optimizer_state, self.store = state, store
         #: the row of the optimizer's own rule; a member's may be another
-        self.rule = _abi.rules[settings.rule]
+        self.rule = abi.rules[settings.rule]
         self.settings = None
         self.formats = formats_of(settings, groups)
         self.parts, self.members, self.groups = [], [], []
-        for device, stage, some in divided or [(_devices.HOST, None, [])]:
+        for device, stage, some in divided or [(devices.HOST, None, [])]:
             part = DevicePart(settings.threads, settings.seed, device)
             self.parts.append(part)
             members, c_groups, _ = declare(part, settings, some, meant, stage)
@@ -70,25 +75,25 @@ class Engine:
             m.p: True for m in self.members if any(s.key == "weight.extra" for s in m.planes)
         }
         self.may_be_plain = n and all(
-            m.dense and m.address and not (m.offloaded or m.gathered or _sharding.is_dtensor(m.p))
+            m.dense and m.address and not (m.offloaded or m.gathered or sharding.is_dtensor(m.p))
             for m in self.members
         )
         self.plain = Plain(self, state) if self.may_be_plain else None
-        self.ranks = _ranks.Ranks(settings, groups, self)
+        self.ranks = agreement.Ranks(settings, groups, self)
 
     # ---- Building --------------------------------------------------------------------------------
 
     def _create(self, state, meant):
         """Makes what states lack. Returns the parameters whose residual or error code was made."""
         # From here on only memory can run out. All states are made before any of them is stored.
-        fresh = [(m, *_convert.create_state(m, state, meant[m.group])) for m in self.members]
+        fresh = [(m, *convert.create_state(m, state, meant[m.group])) for m in self.members]
         for m, made, obsolete, weight in fresh:
             held = state[m.p]
             held.update(made)
             for key in obsolete & set(held):
                 del held[key]
             if type(held) is dict and any(s.part == ".codes" for s in m.planes):
-                state[m.p] = _layout.Coded(held)
+                state[m.p] = layout.Coded(held)
             if weight is not None:
                 with torch.no_grad():
                     stored(m.p).copy_(weight)
@@ -105,31 +110,31 @@ class Engine:
             where = state if m.stage is None else m.stage.addresses(m)
             bind_planes(m.handle, m.index, planes, where)
         m.step = state["step"]
-        grids = (s.name + _layout.GRID for s in m.planes if s.grid)
+        grids = (s.name + GRID for s in m.planes if s.grid)
         m.bound = tuple(
             (key, weakref.ref(state[key]), local(state[key]).data_ptr())
             for key in (*(s.key for s in planes), *grids)
         )
-        m.numbers = {key: state[key] for key in _layout.numbers_of(m.rule, m.planes)}
+        m.numbers = {key: state[key] for key in layout.numbers_of(m.rule, m.planes)}
         m.versions = {
             "step": version(m.step),
             **{key: version(tensor) for key, tensor in m.numbers.items()},
         }
 
     def _restore_counters(self, m, state):
-        steps = _layout.step_count(state, m.name)
-        m.written = {key: _layout.take_number(state, key, m.name) for key in m.numbers}
-        counts = _layout.agreed({key: m.written[key] for key in _layout.COUNTERS}, steps)
-        record = _abi.Record.new(kind=_abi.RECORD_TENSOR, index=m.index, **counts)
-        for scalar in _layout.scalars_of(m.rule, m.planes):
-            _calls.set_number(record, m.rule, scalar, m.written[scalar])
-        _calls.restore(m.handle, record)
+        steps = layout.step_count(state, m.name)
+        m.written = {key: layout.take_number(state, key, m.name) for key in m.numbers}
+        counts = layout.agreed({key: m.written[key] for key in layout.COUNTERS}, steps)
+        record = abi.Record.new(kind=abi.RECORD_TENSOR, index=m.index, **counts)
+        for scalar in layout.scalars_of(m.rule, m.planes):
+            calls.set_number(record, m.rule, scalar, m.written[scalar])
+        calls.restore(m.handle, record)
         # The library keeps all tensors of a state current, because somebody may keep the state
         # dictionary. This includes the grids: codes mean nothing without their grid.
         self._bind_numbers(m)
 
     def _bind_numbers(self, m):
-        _calls.bind(m.handle, m.index, m.rule, m.planes, m.step, m.numbers)
+        calls.bind(m.handle, m.index, m.rule, m.planes, m.step, m.numbers)
         m.note_places()
 
     def member(self, p):
@@ -151,22 +156,22 @@ class Engine:
             state, replaced, ours = states.get(m.p), [], True
             if not state:
                 continue
-            record = _calls.read(m.handle, _abi.RECORD_TENSOR, m.index)
-            now = {key: getattr(record, key) for key in _layout.COUNTERS}
+            record = calls.read(m.handle, abi.RECORD_TENSOR, m.index)
+            now = {key: getattr(record, key) for key in layout.COUNTERS}
             step = state.get("step")
             if step is not m.step or version(step) != m.versions["step"]:
-                steps = _layout.whole(step)
-                if _abi.is_count(steps) and not _layout.same_count(now["state_steps"], steps):
+                steps = layout.whole(step)
+                if abi.is_count(steps) and not layout.same_count(now["state_steps"], steps):
                     alone = ours = False  # somebody set the count, and maybe other numbers
                     now["state_steps"] = now["full_steps"] = steps
-            for scalar in _layout.scalars_of(m.rule, m.planes):
-                now[scalar] = _calls.number(record, m.rule, scalar)
+            for scalar in layout.scalars_of(m.rule, m.planes):
+                now[scalar] = calls.number(record, m.rule, scalar)
             for key, tensor in m.numbers.items():
                 held = state.get(key)
                 if (
                     held is not tensor
                     and ours
-                    and _layout.is_number(held, key)
+                    and layout.is_number(held, key)
                     and held.item() in (m.written[key], now.get(key))
                 ):
                     replaced.append(tensor)
@@ -175,7 +180,7 @@ class Engine:
                     alone = False
                     continue
                 if key in now:
-                    _layout.write(held, now[key])
+                    layout.write(held, now[key])
                     m.written[key] = now[key]
             if m.are_numbers_moved():
                 if ours and step is m.step:
@@ -212,19 +217,19 @@ class Engine:
         for group in self.groups:
             steps = (group.among(groups) or {}).get("group_steps", group.steps)
             if steps is not group.steps and steps != group.steps:
-                _layout.check_told("group_steps", steps, group.place)
-                _calls.change(group.handle, _abi.RECORD_GROUP, group.index, steps=steps)
+                check_told("group_steps", steps, group.place)
+                calls.change(group.handle, abi.RECORD_GROUP, group.index, steps=steps)
                 group.steps = steps
         first = groups[0] if groups else {}
         skipped, norm = self.told or (0, 0.0)
         told = first.get("skipped_steps", skipped), first.get("last_norm", norm)
         if told != self.told:
             for key, value in zip(("skipped_steps", "last_norm"), told):
-                _layout.check_told(key, value, 0)
+                check_told(key, value, 0)
             self.parts[0].counted = told[0]
             for part in self.parts:
                 counts = {"skipped_steps": part.counted, "gradient_norm": told[1]}
-                _calls.change(part, _abi.RECORD_OPTIMIZER, **counts)
+                calls.change(part, abi.RECORD_OPTIMIZER, **counts)
             self.told = told
 
     def let_go(self):
@@ -263,7 +268,7 @@ class Engine:
         """Sets the factor of all gradients."""
         for part in self.parts:
             if part.scale is not None:
-                invoke(lib.halfstep_bind_hyper, part, _abi.ALL_GROUPS, b"gradient_scale", None)
+                invoke(lib.halfstep_bind_hyper, part, abi.ALL_GROUPS, b"gradient_scale", None)
                 part.scale = None
             if part.options.get("gradient_scale") != scale:
                 part.set(gradient_scale=scale)
@@ -273,10 +278,10 @@ class Engine:
         the step changes nothing if `found_inf` is not 0. Either may be None."""
         for part in self.parts:
             if part.scale is None:
-                part.scale = _devices.zeros((), torch.float64, part.device)
+                part.scale = devices.zeros((), torch.float64, part.device)
                 part.options.pop("gradient_scale", None)
                 address = part.scale.data_ptr()
-                invoke(lib.halfstep_bind_hyper, part, _abi.ALL_GROUPS, b"gradient_scale", address)
+                invoke(lib.halfstep_bind_hyper, part, abi.ALL_GROUPS, b"gradient_scale", address)
             value = (
                 torch.ones((), dtype=torch.float64, device="cpu")
                 if scale is None
@@ -296,11 +301,11 @@ class Engine:
     def hear(self):
         """Waits for all submitted work. Returns NONFINITE if some of it was refused, and the handle
         that knows the tensor."""
-        code, handle = _abi.OK, self.handle
+        code, handle = abi.OK, self.handle
         for part in self.parts:
             if part.asynchronous:
                 found = lib.halfstep_synchronize(part)
-                if found == _abi.NONFINITE:
+                if found == abi.NONFINITE:
                     code, handle = found, part
                 else:
                     check(found, part)
@@ -310,12 +315,8 @@ class Engine:
         """Keeps memory that the caller frees until the handles' streams have read it. Such a stream
         may differ from the one that the memory was made on."""
         for part in self.parts:
-            if (
-                part.asynchronous
-                and part.stream is not None
-                and not _devices.capturing(part.device)
-            ):
-                _devices.record([t for t in tensors if _devices.of(t) == part.device], part.device)
+            if part.asynchronous and part.stream is not None and not devices.capturing(part.device):
+                devices.record([t for t in tensors if devices.of(t) == part.device], part.device)
 
     def step(self, micro=False, ahead=None):
         """Makes a step of all members, or a micro-batch, from the arrays of pointers. `ahead` is an
@@ -334,14 +335,14 @@ class Engine:
                 ahead,
             )
         if not self.members:
-            return _abi.OK, self.handle
+            return abi.OK, self.handle
         with self.parts[0].states():
             if micro:
-                call = _calls.all_tensors(None, self.gradients, True)
-                return _calls.run(self.handle, call), self.handle
+                call = calls.all_tensors(None, self.gradients, True)
+                return calls.run(self.handle, call), self.handle
             if ahead is not None:
-                call = _calls.all_tensors(self.weights, self.gradients, ahead=ahead)
-                return _calls.run(self.handle, call), self.handle
+                call = calls.all_tensors(self.weights, self.gradients, ahead=ahead)
+                return calls.run(self.handle, call), self.handle
             return lib.halfstep_step(self.handle, self.weights, self.gradients), self.handle
 
     def step_one(self, m, weight, gradient, micro):
@@ -352,7 +353,7 @@ class Engine:
             if self.ranks.divided:
                 code = self.ranks.step_one(m, None if micro else weight, gradient, micro)
             else:
-                code = _calls.run(m.handle, _calls.one_tensor(m.index, weight, gradient, micro))
+                code = calls.run(m.handle, calls.one_tensor(m.index, weight, gradient, micro))
         if m.gathered:
             m.stage.end()
         return code
@@ -364,8 +365,8 @@ class Engine:
             return self.ranks.end_round()
         for part in self.parts:
             if part.n:
-                self.check(_calls.run(part, _calls.end_of_round(weights=weights)), part)
-        return _abi.OK
+                self.check(calls.run(part, calls.end_of_round(weights=weights)), part)
+        return abi.OK
 
     def check(self, code, handle):
         """Raises the error of a call about a handle."""
@@ -378,8 +379,8 @@ class Engine:
         check_parameter(m.p, m.name)
         p, held = local(m.p), stored(m.p)
         if not m.offloaded:
-            _devices.check(held, m.name)
-        if _devices.of(held) != m.lies or (held is not p and p.format != m.format):
+            devices.check(held, m.name)
+        if devices.of(held) != m.lies or (held is not p and p.format != m.format):
             return False
         if tuple(p.shape) != m.shape or p.dtype != m.dtype:
             raise ValueError(
@@ -387,5 +388,5 @@ class Engine:
                 f" were made and is {p.dtype} of shape {tuple(p.shape)} now;"
                 " convert the model before the optimizer is made"
             )
-        m.strides, m.dense, m.address = held.stride(), _devices.is_plain(held), held.data_ptr()
+        m.strides, m.dense, m.address = held.stride(), devices.is_plain(held), held.data_ptr()
         return True

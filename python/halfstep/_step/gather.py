@@ -4,12 +4,12 @@ from operator import is_, itemgetter
 
 import torch
 
-from . import _devices, _sharding
-from ._guards import guard
-from ._members import Plain
-from ._parameters import check_gradient
-from ._sharding import local, stored
-from ._watch import versions
+from .._states.members import Plain
+from .._states.watch import versions
+from .._tensors import devices, sharding
+from .._tensors.guards import guard
+from .._tensors.parameters import check_gradient
+from .._tensors.sharding import local, stored
 
 _Tensor = torch.Tensor
 # Called through map(), which costs half as much as a loop.
@@ -33,7 +33,7 @@ class Gathered:
     engine     the engine, whose arrays are filled
     keep       tensors that have to live until the call
     back       (parameter or member, weight) of each weight that is worked on in a copy, unless
-               its owner has the copy (_owners.py)
+               its owner has the copy (_ranks/ownership.py)
     stepped    the parameters that have gradients
     """
 
@@ -55,7 +55,7 @@ class Gather:
         engine, keep, back = ready.engine, ready.keep, ready.back
         sharded = m.part is not None and m.part.mesh is not None
         if m.gathered:
-            grad = _sharding.gradient_of(p, grad, m.name)
+            grad = sharding.gradient_of(p, grad, m.name)
             if check_gradient(p, grad, m.name) != m.gradient:
                 return None
             return m.stage.give(m, local(grad))
@@ -67,20 +67,20 @@ class Gather:
                 return None
             weight, grad = self.placement.bring(m, p, grad)
             back.append((m, weight))
-            return _sharding.address(weight), _sharding.address(grad)
+            return sharding.address(weight), sharding.address(grad)
         if sharded:
-            grad, p = local(_sharding.gradient_of(p, grad, m.name)), local(p)
+            grad, p = local(sharding.gradient_of(p, grad, m.name)), local(p)
             keep.append(grad)
         if not self._is_where_it_was(engine, m, p) or check_gradient(p, grad, m.name) != m.gradient:
             return None
-        if not _devices.is_plain(grad):
-            grad = _devices.contiguous(grad)
+        if not devices.is_plain(grad):
+            grad = devices.contiguous(grad)
             keep.append(grad)
         weight = stored(p)
         if not m.dense:
-            weight = _devices.contiguous(weight)
+            weight = devices.contiguous(weight)
             back.append((p, weight))
-        return weight.data_ptr(), _sharding.address(grad) if sharded else grad.data_ptr()
+        return weight.data_ptr(), sharding.address(grad) if sharded else grad.data_ptr()
 
     @staticmethod
     def _is_where_it_was(engine, m, p):
@@ -91,7 +91,7 @@ class Gather:
             and p.shape == m.shape
             and p.dtype == m.dtype
             and held.stride() == m.strides
-            and _devices.is_plain(held) == m.dense
+            and devices.is_plain(held) == m.dense
             and (held is p or p.format == m.format)
         ):
             return True
@@ -137,8 +137,8 @@ class Gather:
             m = engine.members[i]
             if check_gradient(p, grad, m.name) != m.gradient:
                 return False
-            keep.append(_devices.contiguous(grad))
-            held = _devices.contiguous(weight)
+            keep.append(devices.contiguous(grad))
+            held = devices.contiguous(weight)
             if held.data_ptr() != weight.data_ptr():
                 ready.back.append((weight, held))
             engine.weights[i], engine.gradients[i] = held.data_ptr(), keep[-1].data_ptr()

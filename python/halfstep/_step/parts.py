@@ -1,18 +1,18 @@
 """Makes the objects that an optimizer consists of."""
 
-from ._accumulation import Accumulation
-from ._cache import EngineCache
-from ._gather import Gather
-from ._groups import Groups
-from ._inspect import Inspection
-from ._names import Names
-from ._refusals import Refusals
-from ._residuals import Residuals
-from ._rounds import Release
-from ._saving import Saving
-from ._steps import Steps
-from ._store import Store
-from ._updates import Updates
+from .._settings.groups import Groups
+from .._settings.naming import Names
+from .._states.inspection import Inspection
+from .._states.residuals import Residuals
+from .._states.saving import Saving
+from .._states.store import Store
+from .accumulation import Accumulation
+from .cache import EngineCache
+from .gather import Gather
+from .refusals import Refusals
+from .rounds import Release
+from .steps import Steps
+from .updates import Updates
 
 
 class Parts:

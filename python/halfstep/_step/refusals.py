@@ -1,8 +1,8 @@
 """Counts and reports steps that were refused because a gradient was not finite."""
 
-from . import _calls
-from ._sharding import local
-from ._torch import warn
+from .._library import calls
+from .._tensors.sharding import local
+from .._tensors.torch_private import warn
 
 
 class Refusals:
@@ -37,7 +37,7 @@ class Refusals:
         if self._warned and often not in (10, 100, 1000, 10000, 100000):
             return
         self._warned = True
-        name, too_large = _calls.nonfinite_tensor(handle) if handle else ("", False)
+        name, too_large = calls.nonfinite_tensor(handle) if handle else ("", False)
         # On a GPU the gradients of another step may have taken their place.
         grads = (
             [local(m.p.grad) for m in engine.members if m.p.grad is not None]

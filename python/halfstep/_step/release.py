@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from . import _devices, _reducers, _torch
+from .._tensors import devices, reducers, torch_private
 
 #: kind of the owners of hooks of gradient release
 OPTIMIZER = "optimizer with gradient release"
@@ -68,9 +68,9 @@ def watch_scalers():
     """From now on notes losses that a GradScaler scales, because nothing in a gradient, a parameter
     or a graph shows it afterwards."""
     sharded = sys.modules.get("torch.distributed.fsdp.sharded_grad_scaler")
-    for scaler in (_devices.scaler(), getattr(sharded, "ShardedGradScaler", None)):
+    for scaler in (devices.scaler(), getattr(sharded, "ShardedGradScaler", None)):
         if scaler is not None:
-            _torch.follow(scaler, "scale", _scaled)
+            torch_private.follow(scaler, "scale", _scaled)
 
 
 def check_not_scaled():
@@ -97,14 +97,14 @@ class Rounds:
         self.stepped = False
         #: how many wrappers were known at the last check
         self.looked = 0
-        _reducers.watch_calls()
+        reducers.watch_calls()
 
     def gradient(self, groups, p):
         """Checks a gradient that is about to be taken. Raises RuntimeError if somebody else still
         needs it."""
-        if self.looked != _reducers.known:
-            _reducers.check(groups.params())
-            self.looked = _reducers.known
+        if self.looked != reducers.known:
+            reducers.check(groups.params())
+            self.looked = reducers.known
         check_not_scaled()
         if groups.options.optimizer_accumulation:
             return

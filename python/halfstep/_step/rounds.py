@@ -2,9 +2,9 @@
 
 import torch
 
-from ._parameters import follow_gradients, take_over
-from ._release import OPTIMIZER, Rounds, current_pass, watch_scalers
-from ._torch import no_dynamo
+from .._tensors.parameters import follow_gradients, take_over
+from .._tensors.torch_private import no_dynamo
+from .release import OPTIMIZER, Rounds, current_pass, watch_scalers
 
 
 class Release:

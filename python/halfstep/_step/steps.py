@@ -2,9 +2,11 @@
 
 import torch
 
-from . import _empty, _ranks, _sharding
-from ._torch import warn
-from ._updates import Scaler
+from .._ranks import agreement
+from .._states import empty
+from .._tensors import sharding
+from .._tensors.torch_private import warn
+from .updates import Scaler
 
 
 class Steps:
@@ -84,16 +86,16 @@ class Steps:
         if not params or any(p.grad is None for p in params):
             return False
         zero = all(
-            not _sharding.local(p.grad).count_nonzero()
+            not sharding.local(p.grad).count_nonzero()
             for p in params
             if p.grad.layout == torch.strided
         )
         settings, groups = self.groups.settings(), self.groups.param_groups
-        if not _ranks.everywhere(settings, groups, zero):
+        if not agreement.everywhere(settings, groups, zero):
             return False
         self.cache.build()
         for g, i, p in self.groups.members():
             if p.numel() == 0 and p.grad is not None:
-                _empty.count(self.groups, self.names, g, i, p, 0)
+                empty.count(self.groups, self.names, g, i, p, 0)
         self.cache.drop()
         return True

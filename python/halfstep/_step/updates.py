@@ -2,12 +2,15 @@
 
 import torch
 
-from . import _abi, _devices, _empty, _ranks
-from ._gather import Gathered
-from ._members import Member
-from ._rank_classes import classes_of
-from ._sharding import local, stored
-from ._torch import increment_versions
+from .._library import abi
+from .._ranks import agreement
+from .._ranks.classes import classes_of
+from .._states import empty
+from .._states.members import Member
+from .._tensors import devices
+from .._tensors.sharding import local, stored
+from .._tensors.torch_private import increment_versions
+from .gather import Gathered
 
 
 class Scaler:
@@ -17,7 +20,7 @@ class Scaler:
     def __init__(self, scale, found_inf):
         self.scale, self.found_inf = scale, found_inf
         self.on_gpu = any(
-            isinstance(t, torch.Tensor) and _devices.is_asynchronous(_devices.of(t))
+            isinstance(t, torch.Tensor) and devices.is_asynchronous(devices.of(t))
             for t in (scale, found_inf)
         )
 
@@ -89,10 +92,10 @@ class Updates:
             code, handle = engine.step(micro, ahead)
             if engine.asynchronous:
                 engine.keep_until_read([local(p.grad) for p in stepped if p.grad is not None])
-                if self.cache.empty and code == _abi.OK:  # their steps are counted here
+                if self.cache.empty and code == abi.OK:  # their steps are counted here
                     code, handle = engine.hear()
                     engine.tell(self.groups.param_groups)
-            done = code == _abi.OK or self.groups.options.scan == "per-tensor"
+            done = code == abi.OK or self.groups.options.scan == "per-tensor"
             if not micro:
                 self.placement.judge(engine, done)
             if done:
@@ -112,7 +115,7 @@ class Updates:
         shared = {id(p) for c in classes_of(settings, groups) if c.groups for p in c.params}
         params = [member for member in self.groups.members() if id(member[2]) in shared]
         wanted, _ = self.placement.describe([(g, i, p, "f32") for g, i, p in params])
-        _ranks.agree(settings, groups, wanted)
+        agreement.agree(settings, groups, wanted)
         self._agreed = True
 
     def refuse(self):
@@ -148,7 +151,7 @@ class Updates:
             code = engine.step_one(m, *found, micro)
             if engine.asynchronous and not m.offloaded:
                 engine.keep_until_read([local(grad), *ready.keep])
-            if code == _abi.NONFINITE and not micro:
+            if code == abi.NONFINITE and not micro:
                 engine.tell(self.groups.param_groups)
                 self.refusals.tell(engine, m.handle)
                 return
@@ -164,7 +167,7 @@ class Updates:
         """Counts a step of each parameter without elements that has a gradient, or of `only`."""
         for g, i, p in self.groups.members():
             if not p.numel() and p.grad is not None and p is (p if only is None else only):
-                _empty.count(self.groups, self.names, g, i, p)
+                empty.count(self.groups, self.names, g, i, p)
 
     # ---- After a call ----------------------------------------------------------------------------
 
@@ -176,9 +179,9 @@ class Updates:
             self.refuse()
             self.refusals.tell(None, None)
             return
-        if code == _abi.NONFINITE or code == _abi.OK and counted and not engine.asynchronous:
+        if code == abi.NONFINITE or code == abi.OK and counted and not engine.asynchronous:
             engine.tell(self.groups.param_groups)
-        if code == _abi.NONFINITE:
+        if code == abi.NONFINITE:
             self.refusals.tell(engine, handle)
             if self.groups.options.scan != "per-tensor":
                 return

@@ -8,7 +8,7 @@ therefore put another device in their place (tests/python/fake_gpu.py).
 
 import torch
 
-from ._torch import warn
+from .torch_private import warn
 
 #: where tensors are that are on no GPU
 HOST = torch.device("cpu")

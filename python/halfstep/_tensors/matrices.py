@@ -8,7 +8,7 @@ import itertools
 import math
 from typing import NamedTuple
 
-from . import _abi
+from .._library import abi
 
 #: what the option `matrix` can be
 CHOICES = ("auto", "last-two", "flatten")
@@ -58,16 +58,16 @@ def check(group):
     matrix, heads, split = how_of(group)
     if matrix not in CHOICES:
         raise ValueError(f"halfstep: unknown matrix={matrix!r}; known: {', '.join(CHOICES)}")
-    if not _abi.is_count(heads, 1):
+    if not abi.is_count(heads, 1):
         raise ValueError(f"halfstep: heads={heads!r} is not a number of blocks of rows, from 1 on")
     if (
         not isinstance(split, tuple)
-        or len(split) > _abi.MAX_SPLIT
-        or not all(_abi.is_count(rows, 2) for rows in split)
+        or len(split) > abi.MAX_SPLIT
+        or not all(abi.is_count(rows, 2) for rows in split)
     ):
         raise ValueError(
             f"halfstep: split={group['split']!r} is not a list of the rows of up to"
-            f" {_abi.MAX_SPLIT} blocks, each of at least 2"
+            f" {abi.MAX_SPLIT} blocks, each of at least 2"
         )
     if split and heads > 1:
         raise ValueError(
@@ -87,7 +87,7 @@ def how_of(group):
 
 def is_factored(rule):
     """Returns True for a rule whose second moment is one vector over rows and one over columns."""
-    return any(state.extent == _abi.EXTENT_COLUMNS for state in rule.states)
+    return any(state.extent == abi.EXTENT_COLUMNS for state in rule.states)
 
 
 def _blocks_of(rows, shape, how):
@@ -109,7 +109,7 @@ def _blocks_of(rows, shape, how):
 def lay(rule, shape, how=AUTO):
     """Returns the shape of a parameter of a rule, as the library takes it. This is a plain tuple
     if dimension 0 gives the rows, and everything is one matrix."""
-    shape, rule, matrix = tuple(shape), _abi.rules[rule], how.matrix
+    shape, rule, matrix = tuple(shape), abi.rules[rule], how.matrix
     if not rule.matrix or len(shape) < 2:
         return shape
     factored = is_factored(rule)
@@ -150,7 +150,7 @@ def is_cut_between(rule, laid, ranks):
         return False
     starts, count = laid.starts, len(laid.blocks)
     rows, matrices = -(-laid[0] // ranks), -(-count // ranks)
-    factored = is_factored(_abi.rules[rule])
+    factored = is_factored(abi.rules[rule])
     for rank in range(1, ranks):
         border = min(rank * rows, laid[0])
         if border not in starts:
@@ -198,7 +198,7 @@ def vector_of(shape, info):
 def taken(rule, shapes, most=8):
     """Returns a text that says what a rule takes shapes for, or "" if all shapes say it. It has the
     first of them only."""
-    if not _abi.rules[rule].matrix:
+    if not abi.rules[rule].matrix:
         return ""
     found = [f"{list(x)} as {told(x)}" for x in dict.fromkeys(shapes) if told(x)]
     more = f"; and {len(found) - most} more" if len(found) > most else ""

@@ -8,9 +8,10 @@ import weakref
 
 import torch
 
-from . import _abi, _devices, _sharding
-from ._sharding import local
-from ._torch import warn
+from .._library import abi
+from . import devices, sharding
+from .sharding import local
+from .torch_private import warn
 
 #: safetensors' names of stored dtypes -> torch
 DTYPES = {
@@ -29,7 +30,7 @@ _ORDINARY = {torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch
 
 def stored_dtype(fmt):
     """Returns the dtype that a format, given by its name, stores elements in."""
-    return DTYPES[_abi.formats[fmt].code_dtype]
+    return DTYPES[abi.formats[fmt].code_dtype]
 
 
 def _refuse_class(tensor, what):
@@ -69,19 +70,19 @@ def weight_format(asked, dtype, name):
     if dtype not in PLAIN:
         _refuse_dtype(dtype, f"parameter {name!r}", "stepped")
     if dtype == torch.float32:
-        if asked is not None and asked not in _abi.formats:
+        if asked is not None and asked not in abi.formats:
             raise ValueError(
-                f"halfstep: unknown format weights={asked!r}; known: {', '.join(_abi.formats)}"
+                f"halfstep: unknown format weights={asked!r}; known: {', '.join(abi.formats)}"
             )
         return "f32"
     if asked is None:
         asked = "bf16-sr"
     base, dash, how = asked.partition("-")
     found = PLAIN[dtype] + dash + how
-    if base not in ("bf16", "f16") or found not in _abi.formats:
+    if base not in ("bf16", "f16") or found not in abi.formats:
         raise ValueError(
             f"halfstep: parameter {name!r} is {dtype}, which weights={asked!r} cannot store; "
-            f"formats are: {', '.join(f for f in _abi.formats if f.startswith(PLAIN[dtype]))}"
+            f"formats are: {', '.join(f for f in abi.formats if f.startswith(PLAIN[dtype]))}"
         )
     return found
 
@@ -89,26 +90,26 @@ def weight_format(asked, dtype, name):
 def format_of(asked, p, name):
     """Returns the format of one weight of an optimizer. 8-bit weights have their own. `asked` is
     the option; a format of 8 bits means beside() for others."""
-    if _sharding.is_packed(p):
+    if sharding.is_packed(p):
         return local(p).format
     return weight_format(beside(asked), p.dtype, name)
 
 
 def is_packed_format(fmt):
     """Returns True for a format of 8-bit weights, given by its name or None."""
-    return fmt in _abi.formats and _abi.formats[fmt].geometry == _abi.GEOMETRY_PACKED
+    return fmt in abi.formats and abi.formats[fmt].geometry == abi.GEOMETRY_PACKED
 
 
 def could_be_packed(shape, fmt):
     """Returns True if the rows of a tensor are long enough for the blocks of 8-bit weights."""
-    return len(shape) > 1 and math.prod(shape[1:]) >= _abi.formats[fmt].block
+    return len(shape) > 1 and math.prod(shape[1:]) >= abi.formats[fmt].block
 
 
 def beside(fmt):
     """Returns the format of weights that have no blocks, beside others of this format."""
     if not is_packed_format(fmt):
         return fmt
-    return "bf16-ecc8" if _abi.formats[fmt].extra_bits else "bf16-sr"
+    return "bf16-ecc8" if abi.formats[fmt].extra_bits else "bf16-sr"
 
 
 def overlaps(tensor):
@@ -127,7 +128,7 @@ def overlaps(tensor):
 def dense(tensor):
     """Returns the tensor itself if its memory holds the elements row by row, else a copy that
     does."""
-    return tensor if _devices.is_plain(tensor) else _devices.contiguous(tensor)
+    return tensor if devices.is_plain(tensor) else devices.contiguous(tensor)
 
 
 def check_parameter(p, name):
@@ -137,9 +138,9 @@ def check_parameter(p, name):
             f"halfstep: parameter {name!r} is not initialized; pass a batch through the lazy module"
             " first"
         )
-    if _sharding.is_dtensor(p):
+    if sharding.is_dtensor(p):
         return _check_placements(p, name) or check_parameter(local(p), name)
-    if _sharding.is_packed(p):
+    if sharding.is_packed(p):
         return _check_packed(p, name)
     if type(p) not in _ORDINARY and not (
         isinstance(p, torch.nn.Parameter) and type(p.data) in _ORDINARY
@@ -171,17 +172,17 @@ def _check_packed(p, name):
             f"halfstep: parameter {name!r} is a view of 8-bit weights that is no range of their"
             f" rows (shape {tuple(p.shape)} of rows of {p.row_length}); give the weight itself"
         )
-    if p.row_length < _abi.formats[p.format].block:
+    if p.row_length < abi.formats[p.format].block:
         raise ValueError(
             f"halfstep: parameter {name!r} has rows of {p.row_length} elements, and a block of"
-            f" {p.format} has {_abi.formats[p.format].block}; leave it in 16 bits, as"
+            f" {p.format} has {abi.formats[p.format].block}; leave it in 16 bits, as"
             " halfstep.nn.quantize_() does"
         )
 
 
 def _check_placements(p, name):
     """Raises ValueError for 8-bit weights that are cut otherwise than by rows."""
-    if _sharding.is_packed(p) and any(getattr(x, "dim", 0) for x in p.placements):
+    if sharding.is_packed(p) and any(getattr(x, "dim", 0) for x in p.placements):
         raise ValueError(
             f"halfstep: parameter {name!r} is {local(p).format} and cut along its columns"
             f" ({tuple(p.placements)}); 8-bit weights are cut by rows, as fully_shard() does. For"
@@ -258,10 +259,10 @@ def check_gradient(p, grad, name):
         )
     if grad.dtype not in PLAIN:
         _refuse_dtype(grad.dtype, f"the gradient of {name!r}", "used")
-    lies = _devices.of(_sharding.stored(p))
-    if _devices.of(grad) != lies:
+    lies = devices.of(sharding.stored(p))
+    if devices.of(grad) != lies:
         raise ValueError(
-            f"halfstep: the gradient of {name!r} is on {_devices.of(grad)}, the parameter on {lies}"
+            f"halfstep: the gradient of {name!r} is on {devices.of(grad)}, the parameter on {lies}"
             "; bring both to one device, or step in the backward pass (gradient_release=True,"
             " step_param()), before a trainer moves the parameter away"
         )
@@ -270,5 +271,5 @@ def check_gradient(p, grad, name):
             f"halfstep: the gradient of {name!r} has shape {tuple(grad.shape)}, the parameter"
             f" {tuple(p.shape)}; call zero_grad() and run the backward pass again"
         )
-    _devices.check_memory(grad, f"the gradient of {name!r}")
+    devices.check_memory(grad, f"the gradient of {name!r}")
     return PLAIN[grad.dtype]

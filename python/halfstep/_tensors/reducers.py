@@ -9,7 +9,7 @@ import weakref
 
 import torch
 
-from ._torch import follow, no_dynamo
+from .torch_private import follow, no_dynamo
 
 _Wrapper = torch.nn.parallel.DistributedDataParallel
 _wrappers = weakref.WeakSet()

@@ -3,7 +3,7 @@ make them, and flat buffers.
 
 The library takes a rectangle of a tensor's rows and columns, so a shard is no special case there.
 This file finds the rectangle, makes states that are sharded like their parameter, and brings
-gradients to its placements. The communication between ranks is in _ranks.py.
+gradients to its placements. The communication between ranks is in _ranks/agreement.py.
 """
 
 import ctypes
@@ -12,7 +12,8 @@ import sys
 
 import torch
 
-from . import _abi, _matrices
+from .._library import abi
+from . import matrices
 
 #: the fewest elements that the library takes as one row
 _FLAT_ELEMENTS = 4096
@@ -149,7 +150,7 @@ class Part:
                 f"halfstep: parameter {name!r} of shape {whole} is cut along dimension {max(cut)}"
                 f" ({self.placements}), not into ranges of columns; shard it along dimension 0 or 1"
             )
-        self.whole, self.length = _matrices.rows_of(whole)
+        self.whole, self.length = matrices.rows_of(whole)
         each = (
             self.whole // whole[0] if whole and whole[0] else 1
         )  # rows of an index of dimension 0
@@ -175,7 +176,7 @@ class Part:
 
     def whole_fields(self):
         if self.mesh is not None:
-            return _matrices.fields_of(self.laid)
+            return matrices.fields_of(self.laid)
         return {"ndim": self.ndim, "rows": self.whole, "row_length": self.length}
 
     # ---- States ----------------------------------------------------------------------------------
@@ -260,9 +261,9 @@ def _along(placement, dim):
 
 
 class Gathered(Part):
-    """A matrix that one rank steps as a whole for all ranks that share it (_owners.py). The library
-    has all of it there, and a part without elements on the other ranks. Weight and states that are
-    kept are sharded like the parameter.
+    """A matrix that one rank steps as a whole for all ranks that share it (ownership.py). The
+    library has all of it there, and a part without elements on the other ranks. Weight and states
+    that are kept are sharded like the parameter.
 
     owned    False: another rank steps it
     """
@@ -282,7 +283,7 @@ class Gathered(Part):
         return fields
 
     def whole_fields(self):
-        return _matrices.fields_of(self.laid)
+        return matrices.fields_of(self.laid)
 
     def place(self, planes, whole, name):
         for s, all_of_it in zip(planes, whole):
@@ -325,13 +326,13 @@ def is_gathered(rule, p, how, owners=None):
     others: a rank may hold a part of a matrix, or `owners` says that ranks have the same
     parameters. `how` is as lay() takes it. A stack that is cut along dimension 0 is cut between
     matrices."""
-    if p.dim() < 2 or not _abi.rules[rule].matrix:
+    if p.dim() < 2 or not abi.rules[rule].matrix:
         return False
     if not is_dtensor(p):
         return group_of(owners) is not None
     cut = [x.dim for x in p.placements if hasattr(x, "dim")]
-    laid = _matrices.lay(rule, p.shape, how)
-    return any(cut) or not _matrices.is_cut_between(rule, laid, _ranks_of_rows(p))
+    laid = matrices.lay(rule, p.shape, how)
+    return any(cut) or not matrices.is_cut_between(rule, laid, _ranks_of_rows(p))
 
 
 def sharing_groups(p, owners):
@@ -353,7 +354,7 @@ def holders_of(p, owners):
     return [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
 
 
-def part_of(p, name, flat=False, rule=None, how=_matrices.AUTO, owners=None):
+def part_of(p, name, flat=False, rule=None, how=matrices.AUTO, owners=None):
     """Returns the Part of a parameter. Returns None if it is here as a whole, is stepped here and
     is not a flat buffer. `how` and `owners` are as is_gathered() takes them."""
     gathered = rule is not None and is_gathered(rule, p, how, owners)
@@ -361,7 +362,7 @@ def part_of(p, name, flat=False, rule=None, how=_matrices.AUTO, owners=None):
         global seen
         seen = True
     if is_dtensor(p) or gathered:
-        laid = tuple(p.shape) if rule is None else _matrices.lay(rule, p.shape, how)
+        laid = tuple(p.shape) if rule is None else matrices.lay(rule, p.shape, how)
         return (Gathered if gathered else Part)(p, name, laid)
     return Part(p, name, tuple(p.shape)) if is_flat(p, flat) else None
 
@@ -412,17 +413,17 @@ def place_here(settings, p, text):
 
 def advice(error, part):
     """Returns the error, with advice if the library has refused the cut of a shard."""
-    if part is None or not part.divided or not isinstance(error, _abi.HalfstepValueError):
+    if part is None or not part.divided or not isinstance(error, abi.HalfstepValueError):
         return error
-    if error.code not in (_abi.ERROR_SHAPE, _abi.ERROR_UNSUPPORTED):
+    if error.code not in (abi.ERROR_SHAPE, abi.ERROR_UNSUPPORTED):
         return error
     text = (
         "; shard it along dimension 0 (fully_shard's shard_placement_fn), in sizes that are whole"
         ' blocks, or keep states in a format without blocks across the cut: states="bf16-sr"'
     )
-    if error.code == _abi.ERROR_UNSUPPORTED:
+    if error.code == abi.ERROR_UNSUPPORTED:
         text = "; leave such parameters whole (Replicate), or give them to another rule"
-    return _abi.HalfstepValueError(str(error) + text, error.code)
+    return abi.HalfstepValueError(str(error) + text, error.code)
 
 
 def gradient_of(p, grad, name):

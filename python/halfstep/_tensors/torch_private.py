@@ -39,7 +39,8 @@ def caller():
     """Returns the `stacklevel` for a warning of the calling function. The warning then names the
     first line outside this package and torch."""
     ours = tuple(
-        os.path.dirname(os.path.abspath(file)) + os.sep for file in (__file__, torch.__file__)
+        os.path.dirname(os.path.abspath(file)) + os.sep
+        for file in (sys.modules["halfstep"].__file__, torch.__file__)
     )
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and os.path.abspath(frame.f_code.co_filename).startswith(ours):

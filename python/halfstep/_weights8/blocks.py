@@ -7,12 +7,13 @@ torch.compile can fuse them.
 import torch
 import torch.nn.functional as F
 
-from . import _abi, _devices
-from ._parameters import PLAIN
-from ._torch import warn
+from .._library import abi
+from .._tensors import devices
+from .._tensors.parameters import PLAIN
+from .._tensors.torch_private import warn
 
 #: names of the formats that have these bytes
-FORMATS = [f.name for f in _abi.formats.values() if f.geometry == _abi.GEOMETRY_PACKED]
+FORMATS = [f.name for f in abi.formats.values() if f.geometry == abi.GEOMETRY_PACKED]
 #: elements of a block, its bytes, and those of its scale
 BLOCK, _BYTES, _SCALE = 32, 34, 2
 #: elements that are converted at once, so that temporary tensors stay small
@@ -110,7 +111,7 @@ def store(packed, row_length, weights):
     if weights.dtype not in PLAIN:
         weights = weights.float()
     judged = _judging and type(packed) is torch.Tensor and not packed.is_meta
-    if judged and packed.is_cuda and _devices.capturing(packed.device):
+    if judged and packed.is_cuda and devices.capturing(packed.device):
         judged = False  # a graph that is being captured cannot wait for counts
     changed = lost = 0
     for part in _stretches(weights):

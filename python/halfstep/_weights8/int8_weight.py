@@ -1,7 +1,7 @@
 """A tensor whose elements are 8-bit codes with scales.
 
-All views of a weight are views of the same bytes (_packed_views.py). _int8_operators.py says
-what operators of torch do with it. _int8_memory.py has the functions that ask for its memory.
+All views of a weight are views of the same bytes (views.py). operators.py says
+what operators of torch do with it. memory.py has the functions that ask for its memory.
 """
 
 from typing import Optional
@@ -9,10 +9,10 @@ from typing import Optional
 import torch
 import torch.nn.functional as F
 
-from . import _int8_memory, _packed
-from ._int8_operators import dispatch
-from ._packed_views import COMPUTE, Cast, is_rows, parted, span, wrap
-from ._parameters import PLAIN
+from .._tensors.parameters import PLAIN
+from . import blocks, memory
+from .operators import dispatch
+from .views import COMPUTE, Cast, is_rows, parted, span, wrap
 
 
 class Int8Weight(torch.Tensor):
@@ -40,8 +40,8 @@ class Int8Weight(torch.Tensor):
         row_length: int,
         dtype: torch.dtype = torch.bfloat16,
     ):
-        _packed.check_format(format)
-        width = _packed.width(row_length)
+        blocks.check_format(format)
+        width = blocks.width(row_length)
         if packed.dtype != torch.uint8 or packed.dim() != 2 or packed.shape[1] != width:
             raise ValueError(
                 f"halfstep: packed weights of rows of {row_length} elements are a uint8 tensor of"
@@ -64,11 +64,11 @@ class Int8Weight(torch.Tensor):
 
     @property
     def codes(self) -> torch.Tensor:
-        return _packed.codes(self.packed)
+        return blocks.codes(self.packed)
 
     @property
     def scales(self) -> torch.Tensor:
-        return _packed.scales(self.packed)
+        return blocks.scales(self.packed)
 
     @property
     def data(self) -> "Int8Weight":
@@ -97,7 +97,7 @@ class Int8Weight(torch.Tensor):
             )
         packed = self.packed[: len(values)].to(values.device)
         packed = F.pad(packed, (0, 0, 0, len(values) - len(packed))).clone()
-        _packed.store(packed, length, values.detach())
+        blocks.store(packed, length, values.detach())
         return type(self)(packed, self.format, length, self.dtype)
 
     @property
@@ -133,7 +133,7 @@ class Int8Weight(torch.Tensor):
         return _restore, (*parted(self), *_marks(self))
 
     def __tensor_flatten__(self):
-        _int8_memory.refuse_to_unwrap(self)
+        memory.refuse_to_unwrap(self)
         return ["_stored"], (self.format, self.row_length, self.dtype, self.storage_offset())
 
     @classmethod
@@ -144,7 +144,7 @@ class Int8Weight(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         with torch._C.DisableTorchFunctionSubclass():
-            call = _int8_memory.calls.get(func)
+            call = memory.calls.get(func)
             return call(func, *args, **kwargs or {}) if call else func(*args, **kwargs or {})
 
     @classmethod

@@ -1,6 +1,6 @@
 """Functions of torch that ask a tensor for the memory of its elements. 8-bit weights have no such
 memory. Some of these functions get the stored bytes, and the others are refused. Functions beneath
-torch's dispatcher are here; _int8_operators.py has operators.
+torch's dispatcher are here; operators.py has operators.
 """
 
 import functools
@@ -9,9 +9,9 @@ import sys
 import torch
 import torch.nn.functional as F
 
-from . import _sharding
-from ._packed_views import COMPUTE, Cast, decoded, is_weight, like
-from ._torch import VERSION
+from .._tensors import sharding
+from .._tensors.torch_private import VERSION
+from .views import COMPUTE, Cast, decoded, is_weight, like
 
 
 def _linear(func, input, weight, bias=None):
@@ -132,15 +132,15 @@ def _mapped(change, state, copy=None):
 
 
 def _bytes_of(tensor, _):
-    return _sharding.local(tensor)._stored if _sharding.is_packed(tensor) else tensor
+    return sharding.local(tensor)._stored if sharding.is_packed(tensor) else tensor
 
 
 def _weight_of(tensor, copy):
     """Returns a copy of the bytes of a weight as a weight."""
-    if not _sharding.is_packed(tensor):
+    if not sharding.is_packed(tensor):
         return copy
-    made = like(_sharding.local(tensor).detach(), copy)
-    if not _sharding.is_dtensor(tensor):
+    made = like(sharding.local(tensor).detach(), copy)
+    if not sharding.is_dtensor(tensor):
         return made
     whole = tensor.detach()
     whole._local_tensor = made  # from_local() would bring it to the mesh's device

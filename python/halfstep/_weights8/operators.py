@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch.utils import _python_dispatch
 
-from . import _int8_memory, _packed
-from ._packed import unpack
-from ._packed_views import (
+from .._tensors.parameters import overlaps
+from . import blocks, memory
+from .blocks import unpack
+from .views import (
     COMPUTE,
     decoded,
     is_rows,
@@ -24,7 +25,6 @@ from ._packed_views import (
     strided,
     wrap,
 )
-from ._parameters import overlaps
 
 aten = torch.ops.aten
 
@@ -97,7 +97,7 @@ def _view(func, args, kwargs):
 
 
 def _detach(func, args, kwargs):
-    _int8_memory.follow_stagers()  # state dictionaries detach what they give to stagers
+    memory.follow_stagers()  # state dictionaries detach what they give to stagers
     return _aliased(func, args, kwargs, like(args[0]))
 
 
@@ -149,7 +149,7 @@ def _split(func, args, kwargs):
     if weight.dim() != 2 or weight.stride(dim) < weight.row_length:
         raise ValueError(
             f"halfstep: 8-bit weights of shape {tuple(weight.shape)} cannot be split along"
-            f" dimension {dim}, because scales belong to {_packed.BLOCK} elements of a row: shard"
+            f" dimension {dim}, because scales belong to {blocks.BLOCK} elements of a row: shard"
             " along dimension 0, keep the weight in 16 or 32 bits (where= of quantize_()), or"
             " split weight.dequantize()"
         )
@@ -244,7 +244,7 @@ def _write(func, args, kwargs):
         return weight
     if source is not None and is_rows(weight):
         source = decoded(source, torch.float32) if is_weight(source) else source
-        _packed.store(packed, length, source.expand(weight.shape))
+        blocks.store(packed, length, source.expand(weight.shape))
         return weight
     rows = unpack(packed, length, torch.float32)
     values = rows if is_rows(weight) else strided(weight, rows)
@@ -261,7 +261,7 @@ def _write(func, args, kwargs):
         kwargs,
         exact,
     )
-    _packed.store(packed, length, rows)
+    blocks.store(packed, length, rows)
     return weight
 
 

@@ -10,10 +10,10 @@ import functools
 import inspect
 import sys
 
-from ._int8_weight import Int8Weight
-from ._sharding import is_dtensor, is_packed
-from ._torch import warn_once
-from ._trainer_bytes import follow_trainer
+from .._tensors.sharding import is_dtensor, is_packed
+from .._tensors.torch_private import warn_once
+from .int8_weight import Int8Weight
+from .trainer_bytes import follow_trainer
 
 #: methods that write a model: the module and class that have them, their name, and the attribute of
 #: their object that is the model. None: the object itself is

@@ -1,6 +1,6 @@
 """The bytes of 8-bit weights in an optimizer's state, for transformers' Trainer.
 
-Its model files have decoded values (_savers.py). Loading such a file rounds the values anew, so
+Its model files have decoded values (savers.py). Loading such a file rounds the values anew, so
 that other bytes come out, to which the error codes in the state do not belong.
 """
 
@@ -8,9 +8,9 @@ import os
 
 import torch
 
-from . import _packed
-from ._int8_weight import Int8Weight
-from ._torch import follow, unwrapped, warn
+from .._tensors.torch_private import follow, unwrapped, warn
+from . import blocks
+from .int8_weight import Int8Weight
 
 #: their key in a state dictionary
 _KEY = "packed_weights"
@@ -74,7 +74,7 @@ def _put_back(held, saved):
             if torch.equal(packed, p.packed):
                 continue
             loaded = p.packed.clone()
-            _packed.store(loaded, p.row_length, _packed.unpack(packed, p.row_length, p.dtype))
+            blocks.store(loaded, p.row_length, blocks.unpack(packed, p.row_length, p.dtype))
             if torch.equal(loaded, p.packed):
                 p.packed.copy_(packed)
                 continue

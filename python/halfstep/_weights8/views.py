@@ -10,8 +10,8 @@ import torch
 import torch.utils.checkpoint
 from torch.fx.experimental import proxy_tensor
 
-from ._packed import unpack
-from ._parameters import PLAIN
+from .._tensors.parameters import PLAIN
+from .blocks import unpack
 
 #: dtypes that layers may compute in; a step takes those of PLAIN
 COMPUTE = (*PLAIN, torch.float64)

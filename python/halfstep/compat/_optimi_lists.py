@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .. import _abi, _calls, _devices, _parameters, _torch
-from .._abi import check, lib
-from .._handles import Handle, seed_of
+from .._library import abi, calls
+from .._library.abi import check, lib
+from .._states.handles import Handle, seed_of
+from .._tensors import devices, parameters, torch_private
 from ._arguments import arguments
 
 __all__ = ["adam", "adamw", "adan", "lion", "radam", "ranger", "sgd", "stableadamw"]
@@ -54,9 +55,9 @@ class _Lists(Handle):
     def bind(self, i, item):
         """Binds the memory of one tensor. Tensors without elements have no address, but their slots
         must count as bound."""
-        slots = [(_abi.SLOT_WEIGHT, None, item.comp)] if item.comp is not None else []
+        slots = [(abi.SLOT_WEIGHT, None, item.comp)] if item.comp is not None else []
         slots += [
-            (_abi.SLOT_STATE + k, t, extra)
+            (abi.SLOT_STATE + k, t, extra)
             for k, (t, extra) in enumerate(zip(item.states, item.extras))
         ]
         wanted = [
@@ -94,7 +95,7 @@ def _identity(p, place):
     optimizer, and goes into the id of each tensor."""
     found = _identities.get(p)
     if found is None:
-        found = _identities[p] = [(_abi.name_id(place) + seed_of(None)) % 2**64, 0]
+        found = _identities[p] = [(abi.name_id(place) + seed_of(None)) % 2**64, 0]
     return found
 
 
@@ -107,14 +108,14 @@ class _Item:
         for what, t in (("params", param), ("grads", grad)):
             if not isinstance(t, Tensor):
                 raise TypeError(f"halfstep: {what}[{i}] is a {type(t).__name__}, not a tensor")
-        _parameters.check_parameter(param, name)
-        _parameters.check_cpu(param, name)
-        gradient = _parameters.check_gradient(param, grad, name)
+        parameters.check_parameter(param, name)
+        parameters.check_cpu(param, name)
+        gradient = parameters.check_gradient(param, grad, name)
         self.owner, self.identity, self.shape = param, _identity(param, name), tuple(param.shape)
         self.back: List[Tuple[Tensor, Tensor]] = []
         self.param, self.grad = self._dense(param, True), self._dense(grad, False)
         kahan = kahan and param.dtype in LOW
-        weight = _parameters.PLAIN[param.dtype] + ("-kahan" if kahan else "")
+        weight = parameters.PLAIN[param.dtype] + ("-kahan" if kahan else "")
         self.comp = None
         if kahan:
             if (
@@ -136,7 +137,7 @@ class _Item:
         for k, (s, value) in enumerate(zip(rule.states, states)):
             if (
                 not isinstance(value, Tensor)
-                or value.dtype not in _parameters.PLAIN
+                or value.dtype not in parameters.PLAIN
                 or value.shape != param.shape
                 or value.device != param.device
             ):
@@ -145,7 +146,7 @@ class _Item:
                     f" tensor of the shape and device of {name}"
                 )
             extra = None
-            if s.role == _abi.ROLE_WEIGHT:
+            if s.role == abi.ROLE_WEIGHT:
                 if value.dtype != param.dtype:
                     raise ValueError(
                         f"halfstep: state {s.name!r} of {name} must be {param.dtype}, as {name} is"
@@ -157,14 +158,14 @@ class _Item:
                             self.shape, dtype=param.dtype, device="cpu"
                         )
                 self.states.append(self._dense(value, True))
-            elif s.name in factors or (s.role == _abi.ROLE_NONNEG and value.dtype == torch.float16):
+            elif s.name in factors or (s.role == abi.ROLE_NONNEG and value.dtype == torch.float16):
                 # The library's half formats do not hold second moments, because those of small
                 # gradients would be zero.
                 formats.append("f32")
                 self.scaled.append((k, value.detach(), *factors.get(s.name, (1.0, 1.0))))
                 self.states.append(torch.empty(self.shape, dtype=torch.float32, device="cpu"))
             else:
-                half = "f16" if s.role == _abi.ROLE_GRADIENT else "f16-sr"
+                half = "f16" if s.role == abi.ROLE_GRADIENT else "f16-sr"
                 formats.append(
                     {torch.float32: "f32", torch.bfloat16: "bf16-sr", torch.float16: half}[
                         value.dtype
@@ -176,9 +177,9 @@ class _Item:
 
     def _dense(self, t, written):
         t = t.detach()
-        if _devices.is_plain(t):
+        if devices.is_plain(t):
             return t
-        copy = _devices.contiguous(t)
+        copy = devices.contiguous(t)
         if written:
             self.back.append((t, copy))
         return copy
@@ -229,7 +230,7 @@ def _step(
     if a gradient was not finite."""
     if foreach and gradient_release:
         raise ValueError("gradient_release and foreach cannot be used together")
-    rule = _abi.rules[name]
+    rule = abi.rules[name]
     params, grads = _listed(params), _listed(grads)
     states = [_listed(s) for s in states]
     comps = [None] * len(params) if comps is None else _listed(comps)
@@ -271,16 +272,16 @@ def _step(
             )
             item.load()
         if optimizer_accumulation:
-            code = _calls.run(lists, _calls.all_tensors(None, lists.gradients, True))
+            code = calls.run(lists, calls.all_tensors(None, lists.gradients, True))
         else:
             code = lib.halfstep_step(lists, lists.weights, lists.gradients)
         for item in batch:
-            item.store(code == _abi.OK)
-            item.identity[1] += code == _abi.OK
-        if code == _abi.OK and not optimizer_accumulation:
-            _torch.increment_versions([item.owner for item in batch])
-        if code == _abi.NONFINITE:
-            made = _refused(*_calls.nonfinite_tensor(lists))
+            item.store(code == abi.OK)
+            item.identity[1] += code == abi.OK
+        if code == abi.OK and not optimizer_accumulation:
+            torch_private.increment_versions([item.owner for item in batch])
+        if code == abi.NONFINITE:
+            made = _refused(*calls.nonfinite_tensor(lists))
         else:
             check(code, lists)
     return made
@@ -288,7 +289,9 @@ def _step(
 
 def _refused(what, too_large=False):
     wrong = "2^62 or more, too large to be squared" if too_large else "not finite"
-    _torch.warn(f"{what} is {wrong}; the step was refused and changed nothing", RuntimeWarning)
+    torch_private.warn(
+        f"{what} is {wrong}; the step was refused and changed nothing", RuntimeWarning
+    )
     return False
 
 

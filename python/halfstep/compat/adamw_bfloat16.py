@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import _layout
-from .._options import Options
+from .._settings.options import Options
+from .._states import layout
 from ..optimizer import Kept, Optimizer
 from ._arguments import arguments
 
@@ -113,7 +113,7 @@ class AdamW_BF16(Optimizer):
         the residual, bit for bit."""
         saved = state_dict["state"]
         if any("shift" in state for state in saved.values()):
-            recipe = _layout.recipe_number("adamw-delayed/bf16-kahan/bf16-sr")
+            recipe = layout.recipe_number("adamw-delayed/bf16-kahan/bf16-sr")
             states = {
                 key: {
                     "recipe": recipe,

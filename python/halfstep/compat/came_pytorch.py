@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import torch
 
-from .. import _abi, _foreign
+from .._library import abi
+from .._states import foreign
 from ..optimizer import Optimizer
 from ._arguments import arguments
 
@@ -44,11 +45,11 @@ class CAME(Optimizer):
     ):
         if not isinstance(lr, torch.Tensor) and (lr is None or not lr > 0.0):
             raise ValueError(f"Invalid learning rate: {lr}")
-        group = _foreign.factored_group(_abi.rules[self.rule], arguments(locals()))
+        group = foreign.factored_group(abi.rules[self.rule], arguments(locals()))
         super().__init__(params, group, **options)
 
     def add_param_group(self, param_group):
         """Adds a group as in torch. The group's `eps` may be a pair."""
         if isinstance(param_group, dict):
-            param_group = _foreign.factored_group(_abi.rules[self.rule], param_group)
+            param_group = foreign.factored_group(abi.rules[self.rule], param_group)
         super().add_param_group(param_group)

@@ -18,7 +18,7 @@ its mesh, so `distributed_mesh` is accepted without effect, and so is `use_trito
 
 from __future__ import annotations
 
-from .. import _foreign
+from .._states import foreign
 from ..rules import classes
 from ._arguments import arguments
 
@@ -57,7 +57,7 @@ class Muon(classes["Muon"]):
                 " the iterations: leave it out, and choose others by ns_coefficients="
             )
         own = {
-            **_foreign.dion_group(given),
+            **foreign.dion_group(given),
             "adam_eps": epsilon,
             "ns_coefficients": "dion",
             "normalize_rows": self._normalize_rows,
@@ -69,7 +69,7 @@ class Muon(classes["Muon"]):
         if isinstance(param_group, dict):
             # All rules have these of the optimizer, where a group does not say.
             shared = {key: self.defaults[key] for key in ("lr", "weight_decay", "eps", "decay")}
-            given = _foreign.dion_group(param_group)
+            given = foreign.dion_group(param_group)
             param_group = {**shared, "betas": self._betas, **given}
             param_group.setdefault("adam_eps", param_group["eps"])
         super().add_param_group(param_group)

@@ -36,9 +36,12 @@ from typing import Any, Callable, Dict, Iterable, List, Literal, Optional, Tuple
 import torch
 from torch import Tensor, nn
 
-from .. import _abi, _convert, _devices, _layout, _parameters, _release
-from .._options import Options
-from .._torch import warn
+from .._library import abi
+from .._settings.options import Options
+from .._states import convert, layout
+from .._step import release
+from .._tensors import devices, parameters
+from .._tensors.torch_private import warn
 from ..optimizer import Kept, Optimizer, unwrapped
 from ._arguments import arguments
 from .optimi import start_from_zeros
@@ -108,7 +111,7 @@ class FlashOptimizer(Optimizer):
             raise ValueError(
                 f"unknown master_weight_bits={master_weight_bits}; known: None, 24, 32"
             )
-        _abi.check_flags(
+        abi.check_flags(
             quantize=quantize,
             compress_state_dict=compress_state_dict,
             check_numerics=check_numerics,
@@ -199,7 +202,7 @@ class FlashOptimizer(Optimizer):
         if p.grad is None or not p.requires_grad:
             return
         if self._hooked_elsewhere:
-            _release.check_not_scaled()
+            release.check_not_scaled()
         if self._check_numerics:
             self._check_lr(p, self._group_of(p) if group is None else group)
         super().step_param(p, group)
@@ -232,7 +235,7 @@ class FlashOptimizer(Optimizer):
     def _gradient_release(self, released: bool) -> None:
         # The package's enable_gradient_release() and its handle set this.
         self._hooked_elsewhere = bool(released)
-        _release.watch_scalers()
+        release.watch_scalers()
 
     def prepare_gradient_release(self):
         """Puts hooks on all parameters of this optimizer. `enable_gradient_release` takes a model's
@@ -289,11 +292,11 @@ class FlashOptimizer(Optimizer):
         found = super().state_dict()
         if self._compress_state_dict:
             return found
-        names = {s.name for s in _abi.rules[self.rule].states}
+        names = {s.name for s in abi.rules[self.rule].states}
         for group, saved in zip(self.param_groups, found["param_groups"]):
             for p, index in zip(group["params"], saved["params"]):
                 old = found["state"].get(index) or {}
-                recipe = _layout.recipe_of(old, str(index))
+                recipe = layout.recipe_of(old, str(index))
                 if recipe is None:
                     continue
                 # All tensors are copied, so that decoded and other tensors are of the same time.
@@ -305,8 +308,8 @@ class FlashOptimizer(Optimizer):
                 for name in names:
                     if name in old or name + ".codes" in old:
                         new[name] = self.read_state(p, name)
-                plain = _abi.recipe_full("/".join(recipe.split("/")[:2] + ["f32"]))
-                new["recipe"] = _layout.number(_layout.pack_recipe(plain), "recipe")
+                plain = abi.recipe_full("/".join(recipe.split("/")[:2] + ["f32"]))
+                new["recipe"] = layout.number(layout.pack_recipe(plain), "recipe")
                 found["state"][index] = new
         return found
 
@@ -331,7 +334,7 @@ class FlashOptimizer(Optimizer):
             for i, p in enumerate(group["params"]):
                 if (
                     p.dtype in _EXPONENTS
-                    and _abi.formats[self._parts.names.recipe(g, i).split("/")[1]].extra_bits
+                    and abi.formats[self._parts.names.recipe(g, i).split("/")[1]].extra_bits
                 ):
                     found[id(p)] = p
         return found
@@ -613,21 +616,21 @@ def enable_gradient_release(
     # Loading replaces the groups, not their order.
     group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
     this = weakref.ref(optimizer)
-    _release.watch_scalers()
+    release.watch_scalers()
 
     def hook(p):
         held = this()
         if held is None or p.grad is None or not held._parts.release.has(p):
             return
-        _release.check_not_scaled()
+        release.check_not_scaled()
         group = held.param_groups[group_of[id(p)]]
         if pre_step is None or pre_step(p, group):
             held.step_param(p, group)
         p.grad = None
 
     params = [p for p in model.parameters() if p.requires_grad and id(p) in group_of]
-    _parameters.take_over(params, optimizer, _release.OPTIMIZER)
-    _parameters.mark(hook, optimizer, _release.OPTIMIZER)
+    parameters.take_over(params, optimizer, release.OPTIMIZER)
+    parameters.mark(hook, optimizer, release.OPTIMIZER)
     hooks = [p.register_post_accumulate_grad_hook(hook) for p in params]
     optimizer._parts.release.add(hooks)
     optimizer.gradient_release = bool(optimizer._parts.release.hooks)
@@ -724,7 +727,7 @@ def _codec(weight, code):
         )
     form = "bf16" if weight.dtype == torch.bfloat16 else "f16"
     recipe = f"sgd/{form}-ecc{torch.iinfo(code).bits}"
-    codec = _convert.Codec(recipe, {}, tuple(weight.shape), "param")
+    codec = convert.Codec(recipe, {}, tuple(weight.shape), "param")
     try:
         yield codec
     finally:
@@ -744,7 +747,7 @@ def reconstruct_fp32_param(param: Tensor, error_bits: Tensor) -> Tensor:
             f"error_bits have shape {tuple(error_bits.shape)}, the parameter {tuple(param.shape)}"
         )
     with _codec(param, error_bits.dtype) as codec:
-        weight, codes = _devices.contiguous(param), _devices.contiguous(error_bits)
+        weight, codes = devices.contiguous(param), devices.contiguous(error_bits)
         codec.bind({"weight.extra": codes})
         return codec.read(0, weight.data_ptr())
 
@@ -769,11 +772,11 @@ def compute_ecc_bits(fp32_param: Tensor, narrow_param: Tensor, master_bytewidth:
         codes = torch.zeros(narrow_param.shape, dtype=code, device="cpu")
         weight = torch.empty(narrow_param.shape, dtype=narrow_param.dtype, device="cpu")
         codec.bind({"weight.extra": codes})
-        codec.write(0, _devices.contiguous(fp32_param), weight.data_ptr())
+        codec.write(0, devices.contiguous(fp32_param), weight.data_ptr())
     # The library rounds ties away from zero. Where the given weight was rounded otherwise, the code
     # goes as far as it can.
     mine, given = (
-        _devices.contiguous(w).view(torch.int16).to(torch.int32) & 0x7FFF
+        devices.contiguous(w).view(torch.int16).to(torch.int32) & 0x7FFF
         for w in (weight, narrow_param)
     )
     limits = torch.iinfo(code)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from .. import _abi
-from .._options import Options
+from .._library import abi
+from .._settings.options import Options
 from ..optimizer import Kept, Optimizer, unwrapped
 from ._arguments import arguments
 
@@ -86,7 +86,7 @@ class Lamb(Optimizer):
         self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0, adam=False, **options
     ):
         _check(lr, betas, eps)
-        _abi.check_flags(adam=adam)
+        abi.check_flags(adam=adam)
         self.adam = adam
         super().__init__(params, arguments(locals(), "adam"), **options)
 

@@ -16,7 +16,7 @@ no process group is needed. Further `options` are those of every halfstep optimi
 
 from __future__ import annotations
 
-from .. import _abi
+from .._library import abi
 from ..rules import classes
 from ._arguments import arguments
 
@@ -54,7 +54,7 @@ class SingleDeviceMuonWithAuxAdam(classes["Muon"]):
                     f"halfstep: a group of {type(self).__name__} lacks the key 'use_muon': give it"
                     " True for Muon or False for AdamW"
                 )
-            _abi.check_flags(use_muon=param_group["use_muon"])
+            abi.check_flags(use_muon=param_group["use_muon"])
             for key, value in _DEFAULTS[bool(param_group["use_muon"])].items():
                 param_group.setdefault(key, value)
         super().add_param_group(param_group)

@@ -28,9 +28,13 @@ from typing import Any, Callable, Dict, Iterable, List, Optional, Set, Tuple, Ty
 import torch
 from torch import Tensor, nn
 
-from .. import _abi, _layout, _names, _parameters, _release
-from .._options import Options
-from .._torch import warn
+from .._library import abi
+from .._settings import naming
+from .._settings.options import Options
+from .._states import layout
+from .._step import release
+from .._tensors.parameters import PLAIN, mark
+from .._tensors.torch_private import warn
 from ..optimizer import Optimizer, unwrapped
 from ._arguments import arguments
 from ._optimi_lists import LOW, adam, adamw, adan, lion, over, radam, ranger, sgd, stableadamw
@@ -149,7 +153,7 @@ class OptimiOptimizer(Optimizer):
                 self,
                 {
                     **state_dict,
-                    "param_groups": _names.align(
+                    "param_groups": naming.align(
                         self._parts.names.all(), state_dict["param_groups"]
                     )[0],
                 },
@@ -468,16 +472,16 @@ def prepare_for_gradient_release(
             " pass `ignore_existing_hooks=True`"
         )
 
-    _release.watch_scalers()
+    release.watch_scalers()
 
     def hook(p):
         if not optimizer._parts.release.has(p):
             return
-        _release.check_not_scaled()
+        release.check_not_scaled()
         optimizer.step(param=p)
         optimizer.zero_grad(param=p)
 
-    _parameters.mark(hook, optimizer, _release.OPTIMIZER)
+    mark(hook, optimizer, release.OPTIMIZER)
     hooks = model._gradient_release_hooks = _Hooks(
         p.register_post_accumulate_grad_hook(hook) for p in parameters
     )
@@ -597,7 +601,7 @@ def _cast(module, own: Set[int], parameters: bool, dtype, device):
 def _from_optimi(optimizer, state_dict):
     """Returns optimi's state dictionary in halfstep's terms: raw moments in float32, and residuals
     under their name here."""
-    rule = _abi.rules[optimizer.rule]
+    rule = abi.rules[optimizer.rule]
     groups, states = [dict(g) for g in state_dict["param_groups"]], {}
     for group, own in zip(groups, optimizer.param_groups):
         shared = group.pop("step", None)
@@ -633,7 +637,7 @@ def _from_optimi(optimizer, state_dict):
                     new[s.name] = value.float()
                 else:
                     new[s.name] = value.float() * (1.0 - betas[there] ** step)
-            weights = _parameters.PLAIN[p.dtype]
+            weights = PLAIN[p.dtype]
             residual = old["kahan_comp"]
             if p.dtype in LOW and isinstance(residual, Tensor) and residual.shape == p.shape:
                 weights += "-kahan"
@@ -644,6 +648,6 @@ def _from_optimi(optimizer, state_dict):
                     new["slow.extra"] = torch.zeros(
                         p.shape, dtype=p.dtype, device="cpu"
                     )  # optimi has one residual for both
-            new["recipe"] = _layout.recipe_number(f"{rule.name}/{weights}/f32")
+            new["recipe"] = layout.recipe_number(f"{rule.name}/{weights}/f32")
             states[index] = new
     return {"state": states, "param_groups": groups}

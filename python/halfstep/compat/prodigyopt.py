@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import torch
 
-from .. import _foreign, _sharding
+from .._states import foreign
+from .._tensors import sharding
 from ..optimizer import Optimizer
 from ._arguments import arguments
 
@@ -59,7 +60,7 @@ class Prodigy(Optimizer):
             raise ValueError(f"Invalid learning rate: {lr}")
         if not 0.0 < eps:
             raise ValueError(f"Invalid epsilon value: {eps}")
-        group = _foreign.prodigyopt_group(arguments(locals()))
+        group = foreign.prodigyopt_group(arguments(locals()))
         group.update(d=d0, d_max=d0, d_numerator=0.0)
         options.setdefault("decay", group.pop("decay"))
         super().__init__(params, group, **options)
@@ -67,7 +68,7 @@ class Prodigy(Optimizer):
     def add_param_group(self, param_group):
         """Adds a group as in torch. Its options may have the package's names."""
         if isinstance(param_group, dict):
-            param_group = _foreign.prodigyopt_group(param_group, self.defaults)
+            param_group = foreign.prodigyopt_group(param_group, self.defaults)
         super().add_param_group(param_group)
 
     def step(self, closure=None):
@@ -75,7 +76,7 @@ class Prodigy(Optimizer):
         rates, because their estimate has one. A learning rate of 0 leaves a group out."""
         shared = {}
         for group in self.param_groups:
-            shared.setdefault(_sharding.number_of(group), []).append(group)
+            shared.setdefault(sharding.number_of(group), []).append(group)
         if any(
             len({float(group["lr"]) for group in groups} - {0.0}) > 1 for groups in shared.values()
         ):

@@ -25,8 +25,9 @@ import numbers
 
 import torch
 
-from .. import _abi, _devices
-from .._options import Options
+from .._library import abi
+from .._settings.options import Options
+from .._tensors import devices
 from ..offload import CPUOffload
 from ..optimizer import Optimizer
 from ..rules import classes
@@ -66,7 +67,7 @@ class _LowBit(Optimizer):
     ) -> None:
         defaults = arguments(locals(), "block_size", "bf16_stochastic_round")
         if block_size is not None:
-            finest = _abi.formats[self._states].block
+            finest = abi.formats[self._states].block
             if (
                 isinstance(block_size, bool)
                 or not isinstance(block_size, numbers.Integral)
@@ -280,7 +281,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
                         f"halfstep: a parameter of shape {tuple(p.shape)} is on {p.device}; call "
                         "to_empty() first"
                     )
-                moved |= _devices.is_asynchronous(_devices.of(p))
+                moved |= devices.is_asynchronous(devices.of(p))
                 if p.requires_grad:
                     group["params"].append(member)
             if group["params"]:

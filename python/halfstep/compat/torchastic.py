@@ -22,7 +22,7 @@ Where the arithmetic differs:
 
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .._options import Options
+from .._settings.options import Options
 from ..accumulate import GradientAccumulator, complain
 from ..optimizer import Optimizer
 from ._arguments import arguments

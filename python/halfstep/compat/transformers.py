@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 
-from .. import _abi, _foreign
+from .._library import abi
+from .._states import foreign
 from ..rules import classes
 from ._arguments import arguments
 
@@ -52,7 +53,7 @@ class Adafactor(classes["Adafactor"]):
             raise ValueError("`warmup_init=True` requires `relative_step=True`")
         if lr is None and not relative_step:
             raise ValueError("`relative_step=False` requires `lr`")
-        group = _foreign.factored_group(_abi.rules[self.rule], arguments(locals()))
+        group = foreign.factored_group(abi.rules[self.rule], arguments(locals()))
         super().__init__(params, **{**group, "lr": lr}, **options)
 
     def add_param_group(self, param_group):
@@ -67,7 +68,7 @@ class Adafactor(classes["Adafactor"]):
     class _options(classes["Adafactor"]._options):
         def hypers(self, group):
             if group.get("relative_step"):
-                group = {**group, "lr": _abi.rules[self.rule].hypers["lr"].initial}
+                group = {**group, "lr": abi.rules[self.rule].hypers["lr"].initial}
             return super().hypers(group)
 
         def take_hyper(self, group, name, value):

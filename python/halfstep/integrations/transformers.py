@@ -19,9 +19,10 @@ from typing import Optional
 
 import torch
 
-from .. import _savers, plan
-from .._assignment import patterns_of
-from .._torch import warn
+from .. import plan
+from .._settings.assignment import patterns_of
+from .._tensors.torch_private import warn
+from .._weights8 import savers
 from ..optimizer import unwrapped
 from ..rules import class_and_options, classes
 from ._averages import Averages
@@ -40,7 +41,7 @@ except ImportError as error:
 __all__ = ["EMACallback", "factory", "load_averages"]
 
 
-_savers.prepare()  # of models that were quantized before Trainer was imported
+savers.prepare()  # of models that were quantized before Trainer was imported
 #: a checkpoint's file of averages
 _FILE = "halfstep_ema.pt"
 #: methods of the trainer that evaluate

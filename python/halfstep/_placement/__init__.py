@@ -1,0 +1,1 @@
+"""Where parameters are stepped: beside their weights, in CPU memory, in buffers on a GPU."""

@@ -1,0 +1,1 @@
+"""States: their layout, reading, writing, converting, files, and whose they are."""

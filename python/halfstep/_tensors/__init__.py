@@ -1,0 +1,1 @@
+"""Parameters and gradients: everything that knows torch's tensors."""
