@@ -1,5 +1,8 @@
 """`EMA`: an average of a model's weights that moves by less than the last place of BF16.
 
+An optimizer of the rule "ema" makes the updates. This file gives it the weights that the averages
+follow, and keeps all that it knows in buffers of a module, as torch's AveragedModel does.
+
 This file is longer than 500 lines because torch has the like in two classes, and files of both load
 here.
 """
@@ -9,39 +12,31 @@ from __future__ import annotations
 import math
 from contextlib import contextmanager
 from copy import deepcopy
-from ctypes import c_void_p
-from typing import Any, Optional
+from typing import Any, Dict, Iterator, Optional
 
 import torch
 
 from ._library import abi, calls
-from ._library.abi import SLOT_GRADIENT, SLOT_WEIGHT, check, invoke, lib
+from ._library.abi import SLOT_GRADIENT, invoke, lib
+from ._placement.memory import Placement
 from ._states import layout
-from ._states.convert import Codec
-from ._states.handles import Handle, seed_of
-from ._states.watch import Watch, clear_rows, version
+from ._states.convert import recode
+from ._states.handles import seed_of
 from ._tensors import devices, sharding
 from ._tensors.parameters import (
-    DTYPES,
     PLAIN,
     check_parameter,
     dense,
-    is_ordinary,
+    extra_dtype,
     is_packed_format,
     stored_dtype,
     weight_format,
 )
-from ._tensors.torch_private import increment_versions, no_dynamo, warn
-from .optimizer import several
+from ._tensors.torch_private import no_dynamo, warn
+from .optimizer import Optimizer, several
 
 __all__ = ["EMA"]
 
-#: dtypes of a weight and of the residual or error code beside it -> their format
-_WITH_EXTRA = {
-    (DTYPES[f.code_dtype], DTYPES[f.extra_dtype]): f.name
-    for f in abi.formats.values()
-    if f.roles & abi.ROLE_WEIGHT and f.extra_bits
-}
 #: advice for a sharded model
 _WHOLE = (
     "make the EMA of a whole copy of the model, and load into a second copy what"
@@ -54,142 +49,59 @@ _DECODED = (
 )
 
 
-def _extra_dtype(fmt):
-    """Returns the dtype of the residual or error code that a format keeps beside each weight, or
-    None."""
-    info = abi.formats[fmt]
-    return DTYPES[info.extra_dtype] if info.extra_bits else None
+class _Followed(Placement):
+    """Steps averages by the weights that they follow, in place of gradients.
+
+    lives    by average, while an update is made: the weight, its format, and its residual or error
+             code or None
+    """
+
+    in_grad, lives = False, {}
+
+    def gradient_of(self, p):
+        return self.lives[p][0] if p in self.lives else None
+
+    def check_gradient(self, p, grad, name):
+        return self.lives[p][1]
 
 
-def _in_order(tensor, device):
-    """Returns the tensor itself if it is on the device in memory order, else such a copy."""
-    return devices.place(dense(tensor), device)
+class _Averages(Optimizer):
+    """Steps averages by the rule "ema". Its states are made of the buffers of an EMA, and never
+    saved."""
 
+    rule, _placement, _weights_asked = "ema", _Followed, False
 
-class _Handle:
-    """What an EMA knows of its averages in this process: their C handle, and who wrote them. Copies
-    are empty, because it belongs to one object."""
-
-    def __init__(self):
-        self.handle, self.key, self.watch = None, None, Watch()
-
-    def __deepcopy__(self, memo):
-        return _Handle()
-
-    def __reduce__(self):
-        return _Handle, ()
-
-    def build(self, members, live, random, generator, threads, device):
-        """Makes the C handle. `members` holds (name, id, format, shape) of each average, `live` the
-        formats of the weights that they follow. `device` is that of the averages."""
-        self.handle = handle = Handle(threads, random, device)
-        handle.set(generator=generator)
-        unbound = None
-        for (name, identity, fmt, shape), followed in zip(members, live):
-            index = handle.add("ema/" + fmt, name, identity & (2**64 - 1), shape, followed)
-            if _extra_dtype(fmt) is None:  # bound below, to nothing
-                unbound = index
-        if unbound is not None:
-            invoke(lib.halfstep_bind_slot, handle, unbound, SLOT_WEIGHT, None, None)
-        n = max(len(members), 1)
-        self.weights, self.gradients = (c_void_p * n)(), (c_void_p * n)()
-        self.bound, self.steps = {}, None
-
-    def bind(self, index, slot, tensor):
-        """Gives the library the address of residuals or error codes if it has changed."""
-        address = sharding.address(tensor)
-        if self.bound.get((index, slot)) != address:
-            invoke(lib.halfstep_bind_slot, self.handle, index, slot, None, address)
-            self.bound[index, slot] = address
-
-    def count(self, n, steps, writes):
-        """Sets the counters of all averages, unless they have these values."""
-        if self.steps != (steps, writes):
-            for index in range(n):
-                self.handle.count(index, state_steps=steps, full_steps=steps, writes=writes)
-            self.steps = (steps, writes)
-
-
-def _codec(fmt, weight, extra):
-    """Returns a codec for an average with this residual or error code."""
-    codec = Codec("ema/" + fmt, {}, tuple(weight.shape), "average")
-    codec.bind({"weight.extra": extra})
-    return codec
-
-
-def _decode(fmt, weight, extra):
-    """Returns an average in fp32, with its residual or error code."""
-    weight, extra = devices.to_cpu(weight), None if extra is None else devices.to_cpu(extra)
-    if weight.numel() == 0:
-        return weight.float()
-    return _codec(fmt, weight, extra).read(SLOT_WEIGHT, weight.data_ptr())
-
-
-def _encode(fmt, values):
-    """Returns fp32 values as (weight, residual or error code or None), rounded to nearest."""
-    weight = torch.empty(values.shape, dtype=stored_dtype(fmt), device="cpu")
-    dtype = _extra_dtype(fmt)
-    extra = None if dtype is None else devices.zeros(values.shape, dtype)
-    if values.numel():
-        _codec(fmt, weight, extra).write(SLOT_WEIGHT, values, weight.data_ptr())
-    return weight, extra
-
-
-def _plant(root, name, tensor):
-    """Registers a buffer under a dotted name in a tree of modules, so that it moves, copies and
-    saves like any buffer."""
-    *path, leaf = name.split(".")
-    for part in path:
-        if part not in root._modules:
-            root.add_module(part, torch.nn.Module())
-        root = root._modules[part]
-    root.register_buffer(leaf, tensor)
-
-
-def _find(root, name):
-    *path, leaf = name.split(".")
-    for part in path:
-        root = root._modules.get(part)
-        if root is None:
-            return None
-    return root._buffers.get(leaf)
-
-
-def _trains(p):
-    return p.requires_grad
+    def _make_parts(self):
+        super()._make_parts()
+        self._parts.residuals.words = lambda name, *_: (
+            f"the average {name!r} was written, but not by update_parameters(). The residual kept"
+            " beside it was dropped, because it belonged to the old average. This warning is given"
+            " once"
+        )
 
 
 def _can_be_averaged(tensor):
-    if sharding.is_packed(tensor):
-        return False
+    """Returns True if the library can store an average of a tensor."""
     try:
         check_parameter(tensor, "")
     except (TypeError, ValueError):
         return False
-    return True
-
-
-def _check_shapes(what, theirs, ours):
-    if theirs.shape != ours.shape:
-        raise ValueError(
-            f"halfstep: {what} has shape {tuple(theirs.shape)} in the model and"
-            f" {tuple(ours.shape)} in the average; make a new EMA"
-        )
-
-
-def _paired(what, theirs, ours):
-    """Returns (name, ours, the model's) of each pair of tensors. Fails if the model has more or
-    fewer of them."""
-    theirs, ours = list(theirs), list(ours)
-    if len(theirs) != len(ours):
-        raise ValueError(
-            f"halfstep: the model has {len(theirs)} {what}, the EMA has {len(ours)}; make a new EMA"
-        )
-    return [(name, a, b) for (name, a), (_, b) in zip(ours, theirs)]
+    return not sharding.is_packed(tensor)
 
 
 class _Extras(torch.nn.Module):
-    """The root of the tree that _plant() makes."""
+    """The residuals and error codes of averages: buffers in a tree of modules, so that they move,
+    copy and save like any buffer."""
+
+    def plant(self, name, tensor):
+        """Registers a buffer under a dotted name."""
+        *path, leaf = name.split(".")
+        root = self
+        for part in path:
+            if part not in root._modules:
+                root.add_module(part, torch.nn.Module())
+            root = root._modules[part]
+        root.register_buffer(leaf, tensor)
 
     def __repr__(self):
         return f"{len(list(self.buffers()))} tensors"
@@ -217,7 +129,7 @@ class EMA(torch.nn.Module):
                  kind, and float32 averages stay float32. "f32" makes all averages float32, and
                  `module` with them. For BF16 averages of a float32 model give a copy of it in BF16:
                  EMA(deepcopy(model).bfloat16()), then update_parameters(model)
-    device       of the copy, as in AveragedModel. All averages have to be on one device
+    device       of the copy, as in AveragedModel
     use_buffers  True: buffers are averaged like parameters; False: each update copies them from the
                  model
     debias       True: the weights seen so far count by their age alone, so that the first has no
@@ -237,12 +149,15 @@ class EMA(torch.nn.Module):
     bit for bit. The state_dict() of an AveragedModel loads, too.
     """
 
-    _copied: frozenset = frozenset()  # for pickles that lack it
-    _dropped = False  # True once the warning about a dropped residual was given
+    #: names of frozen parameters without an average, such as those of a quantized base
+    _copied: frozenset = frozenset()
+    #: the optimizer of the averages, or None; and the buffers that it knows
+    _optimizer = _known = None
+    _warned = False  # True once the warning about a refused update was given
 
     def __init__(
         self,
-        model,
+        model: torch.nn.Module,
         decay: float = 0.999,
         weights: str = "bf16-sr",
         device: Any = None,
@@ -253,7 +168,7 @@ class EMA(torch.nn.Module):
         seed: Optional[int] = None,
         generator: Optional[str] = None,
         threads: int = 0,
-    ):
+    ) -> None:
         super().__init__()
         stores = [
             f.name
@@ -265,12 +180,11 @@ class EMA(torch.nn.Module):
         generator = abi.choices("generator")[0] if generator is None else generator
         abi.check_choice("generator", generator)
         self.decay, self.debias, self.use_buffers = decay, debias, use_buffers
-        self.scan, self.threads = scan, threads
+        self.scan, self.threads, self._weights = scan, threads, weights
         self._check_options()
-        self._handle = _Handle()
-        self._warned = False
         sharding.refuse(model.parameters(), "an EMA", _WHOLE)
-        sharding.refuse_packed(filter(_trains, model.parameters()), "EMA", _DECODED)
+        trained = (p for p in model.parameters() if p.requires_grad)
+        sharding.refuse_packed(trained, "EMA", _DECODED)
         self.module = deepcopy(model)
         if device is not None:
             self.module = self.module.to(device)
@@ -282,39 +196,34 @@ class EMA(torch.nn.Module):
             "n_averaged",
             torch.tensor(0, dtype=torch.long, device="cpu" if device is None else device),
         )
-        #: names of frozen parameters without an average, such as those of a quantized base; each
-        #: update copies them
-        self._copied = {
+        self._copied = frozenset(
             name
             for name, p in self.module.named_parameters()
             if not p.requires_grad and not _can_be_averaged(p)
-        }
-        names, formats = [], []
+        )
+        formats, ids = [], []
         self.extra = _Extras()
         for name, tensor in self._averages():
             check_parameter(tensor, name)
             fmt = weight_format(weights, tensor.dtype, name)
-            names.append(name)
             formats.append(abi.formats[fmt].id)
-            if _extra_dtype(fmt) is not None:
-                _plant(
-                    self.extra,
-                    name,
-                    devices.zeros(tensor.shape, _extra_dtype(fmt), tensor.device),
-                )
-        # These are not the optimizer's ids, because an average must not round as the weight that it
-        # follows does, or as another average of it.
-        ids = [layout.signed(abi.name_id(f"ema {decay!r} {name}")) for name in names]
+            # Not the optimizer's id, because an average must not round as the weight that it
+            # follows does, or as another average of it.
+            ids.append(layout.signed(abi.name_id(f"ema {decay!r} {name}")))
+            dtype = extra_dtype(fmt)
+            if dtype is not None:
+                self.extra.plant(name, devices.zeros(tensor.shape, dtype, tensor.device))
         random = [layout.signed(seed_of(seed)), layout.signed(abi.name_id(generator))]
         numbers = {"formats": formats, "ids": ids, "random": random, "counters": [0, 0]}
         for name, values in numbers.items():
             self.register_buffer(name, torch.tensor(values, dtype=torch.long, device="cpu"))
 
-    def forward(self, *args, **kwargs):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the averaged model."""
         return self.module(*args, **kwargs)
 
     def _check_options(self):
+        """Raises ValueError or TypeError for an option that is not valid, also later."""
         if not 0.0 <= self.decay <= 1.0:
             raise ValueError(
                 f"Invalid decay value {self.decay} provided. Please provide a value in [0,1] range."
@@ -328,97 +237,120 @@ class EMA(torch.nn.Module):
             )
 
     @property
-    def skipped_updates(self):
+    def skipped_updates(self) -> int:
         """The updates refused so far because a weight was not finite."""
         return int(self.counters[1])
 
     # ---- What is averaged ------------------------------------------------------------------------
 
-    @staticmethod
-    def _tensors_of(module, use_buffers):
-        """Yields (name, tensor) of all parameters and, if `use_buffers`, of the floating-point
-        buffers."""
-        yield from module.named_parameters()
-        if use_buffers:
-            for name, buffer in module.named_buffers():
-                if buffer.is_floating_point():
-                    yield name, buffer
-
     def _averages(self):
-        return (
-            (name, tensor)
-            for name, tensor in self._tensors_of(self.module, self.use_buffers)
-            if name not in self._copied
-        )
+        """Returns (name, tensor) of each average."""
+        return [(name, ours) for name, ours, _ in self._pairs(self.module)[0]]
 
-    def _generator(self):
-        wanted = int(self.random[1])
-        for name in abi.choices("generator"):
-            if layout.signed(abi.name_id(name)) == wanted:
-                return name
-        raise ValueError(
-            "halfstep: unknown generator of random bits in a saved EMA; known:"
-            f" {', '.join(abi.choices('generator'))}"
-        )
+    def _pairs(self, model):
+        """Returns (name, ours, the model's) of all averages, and of all other tensors."""
+        averages, others = [], []
+        for kind in ("parameters", "buffers"):
+            ours, theirs = (list(getattr(m, f"named_{kind}")()) for m in (self.module, model))
+            if len(theirs) != len(ours):
+                raise ValueError(
+                    f"halfstep: the model has {len(theirs)} tensors among its {kind}, the EMA has"
+                    f" {len(ours)}; make a new EMA"
+                )
+            for (name, a), (_, b) in zip(ours, theirs):
+                if a.shape != b.shape:
+                    raise ValueError(
+                        f"halfstep: {name!r} has shape {tuple(b.shape)} in the model and"
+                        f" {tuple(a.shape)} in the average; make a new EMA"
+                    )
+                averaged = self.use_buffers and a.is_floating_point()
+                if kind == "parameters":
+                    averaged = name not in self._copied
+                (averages if averaged else others).append((name, a, b))
+        return averages, others
 
-    def _members(self):
-        """Returns (name, id, format, tensor) of each average."""
-        averages = list(self._averages())
-        formats, ids = self.formats.tolist(), self.ids.tolist()
+    def _ready(self):
+        """Returns (name, format, tensor) of each average, and the parts of the optimizer that steps
+        them, which then knows what the buffers say."""
+        averages, extras = self._averages(), dict(self.extra.named_buffers())
+        formats, ids, random = self.formats.tolist(), self.ids.tolist(), self.random.tolist()
         if not len(averages) == len(formats) == len(ids):
             raise RuntimeError(
                 f"halfstep: the EMA was made for {len(formats)} tensors, its module has"
                 f" {len(averages)}; make a new EMA"
             )
-        return [
-            (name, identity, layout.FORMATS[number], tensor)
-            for (name, tensor), identity, number in zip(averages, ids, formats)
-        ]
+        formats = [layout.FORMATS[number] for number in formats]
+        if self._optimizer is None:
+            start = {"lr": 1.0, "beta": 0.0, "debias": 0.0, "weight_decay": 0.0}
+            self._optimizer = _Averages(
+                [{"params": []}], start, weights=self._weights, seed=random[0]
+            )
+            self._known = None
+        parts, group = self._optimizer._parts, self._optimizer.param_groups[0]
+        counts = int(self.n_averaged), int(self.counters[0])
+        held = [id(tensor) for _, tensor in averages] + [id(extra) for extra in extras.values()]
+        if self._known != (held, ids, random, counts):
+            generators = {layout.signed(abi.name_id(n)): n for n in abi.choices("generator")}
+            if random[1] not in generators:
+                raise ValueError(
+                    "halfstep: unknown generator of random bits in a saved EMA; known:"
+                    f" {', '.join(generators.values())}"
+                )
+            group.update(
+                params=[tensor for _, tensor in averages],
+                seed=random[0],
+                generator=generators[random[1]],
+            )
+            parts.names.given, parts.names.roster = {t: name for name, t in averages}, []
+            numbers = dict(zip(("step", *layout.COUNTERS), (*counts[:1] * 3, counts[1])))
+            parts.groups.state = {}
+            for (name, tensor), fmt, identity in zip(averages, formats, ids):
+                numbers.update(id=identity, recipe=layout.pack_recipe("ema/" + fmt))
+                state = {key: layout.number(value, key) for key, value in numbers.items()}
+                if name in extras:
+                    state["weight.extra"] = extras[name]
+                parts.groups.state[tensor] = state
+            self._known = held, ids, random, counts
+        return [(name, fmt, t) for (name, t), fmt in zip(averages, formats)], parts
 
     @staticmethod
-    def _check_average(name, fmt, tensor, device):
-        dtype = stored_dtype(fmt)
-        if tensor.dtype != dtype:
+    def _check_average(name, fmt, tensor):
+        """Raises ValueError for an average that has another dtype than it was made with, or is
+        where nothing is stepped."""
+        if tensor.dtype != stored_dtype(fmt):
             raise ValueError(
-                f"halfstep: the average of {name!r} was made as {dtype} and is {tensor.dtype} now;"
-                " an EMA cannot be cast, make a new one"
+                f"halfstep: the average of {name!r} was made as {stored_dtype(fmt)} and is"
+                f" {tensor.dtype} now; an EMA cannot be cast, make a new one"
             )
         devices.check(tensor, name)
-        if devices.of(tensor) != device:
-            raise ValueError(
-                f"halfstep: the average of {name!r} is on {devices.of(tensor)}, others are on"
-                f" {device}; an EMA keeps all of its averages on one device: make one EMA for each"
-                " part of such a model"
-            )
 
     @staticmethod
     def _live(name, tensor, average, states_of_optimizers):
-        """Returns what an average follows: the tensor in memory order, its format, and its residual
-        or error code or None."""
-        if not is_ordinary(tensor):
-            sharding.refuse_packed((tensor,), "EMA", _DECODED)
-            check_parameter(tensor, name)
-        devices.check_memory(tensor, f"the weight {name!r}")
-        _check_shapes(repr(name), tensor, average)
-        found = (states.get(tensor) for states in states_of_optimizers)
-        extra = next(filter(None, found), {}).get("weight.extra")
+        """Returns what an average follows: the tensor in memory order on its device, its format,
+        and its residual or error code or None."""
+        sharding.refuse_packed((tensor,), "EMA", _DECODED)
         sharding.refuse((tensor,), "an EMA", _WHOLE)
-        plain = _in_order(tensor, devices.of(average))
-        if extra is None:
-            return plain, PLAIN[tensor.dtype], None
-        fmt = _WITH_EXTRA.get((tensor.dtype, extra.dtype))
-        if fmt is None or extra.shape != tensor.shape:
-            raise ValueError(
-                f"halfstep: the optimizer keeps {extra.dtype} of shape {tuple(extra.shape)} beside"
-                f" {name!r}, which is {tensor.dtype} of shape {tuple(tensor.shape)}"
-            )
-        return plain, fmt, _in_order(extra, devices.of(average))
+        check_parameter(tensor, name)
+        devices.check_memory(tensor, f"the weight {name!r}")
+        fmt = PLAIN[tensor.dtype]
+        state = next(filter(None, (states.get(tensor) for states in states_of_optimizers)), {})
+        extra = state.get("weight.extra")
+        if extra is not None:
+            fmt = (layout.recipe_of(state, name) or f"/{fmt}").split("/")[1]
+            wanted = stored_dtype(fmt), extra_dtype(fmt), tensor.shape
+            if (tensor.dtype, extra.dtype, extra.shape) != wanted:
+                raise ValueError(
+                    f"halfstep: the optimizer keeps {extra.dtype} of shape {tuple(extra.shape)}"
+                    f" beside {name!r}, which is {tensor.dtype} of shape {tuple(tensor.shape)}"
+                )
+            extra = devices.place(dense(extra), devices.of(average))
+        return devices.place(dense(tensor), devices.of(average)), fmt, extra
 
     # ---- Updates ---------------------------------------------------------------------------------
 
     @no_dynamo
     @torch.no_grad()
-    def update_parameters(self, model, optimizer=None):
+    def update_parameters(self, model: torch.nn.Module, optimizer: Any = None) -> None:
         """Moves the averages towards the weights of `model`, which match them in order.
 
         optimizer: the halfstep optimizer, or several, that trains the model. If it keeps a residual
@@ -426,144 +358,84 @@ class EMA(torch.nn.Module):
         follows the 16-bit weights.
         """
         first = int(self.n_averaged) == 0
-        if not first:
-            self._notice()
-        members = self._members()
-        pairs = _paired(
-            "tensors to average",
-            self._tensors_of(model, self.use_buffers),
-            self._tensors_of(self.module, self.use_buffers),
-        )
-        frozen = [(a, b) for name, a, b in pairs if name in self._copied]
-        followed = [b for name, _, b in pairs if name not in self._copied]
-        for name, a, b in pairs:
-            if name in self._copied:
-                _check_shapes(repr(name), b, a)
+        members, parts = self._ready()
+        if first:
+            parts.residuals.restart()  # everything is written over
+        parts.residuals.notice()
+        averages, others = self._pairs(model)
         optimizers = [] if optimizer is None else several(optimizer)
         for one in optimizers:
             one._parts.residuals.notice()
         states = [one._parts.groups.state for one in optimizers]
-        lives = []
-        for (name, _, fmt, average), tensor in zip(members, followed):
-            self._check_average(name, fmt, average, devices.of(members[0][3]))
-            lives.append(self._live(name, tensor, average, states))
-        others = self._other_buffers(model)
-        for (name, _, _, _), (_, _, extra) in zip(members, lives) if self.scan == "scan" else ():
-            # The library checks the weights themselves.
-            residual = extra is not None and extra.is_floating_point()
-            if residual and not math.isfinite(extra.sum(dtype=torch.float32)):
+        lives = {}
+        for (name, fmt, average), (_, _, weight) in zip(members, averages):
+            self._check_average(name, fmt, average)
+            lives[average] = self._live(name, weight, average, states)
+        self._check_options()
+        for name, _, average in members:
+            weight, _, extra = lives[average]
+            # The library checks the weights themselves, but for a first copy.
+            finite = not first or bool(weight.isfinite().all())
+            if self.scan == "scan" and extra is not None and extra.is_floating_point():
+                finite &= math.isfinite(extra.sum(dtype=torch.float32))
+            if not finite:
                 self._refuse(name)
                 return
-        held = self._ready(members, [live[1] for live in lives])
-        handle = held.handle
         if first:
-            held.watch = Watch()  # everything is written over
-            refused = self._take_over(members, lives)
-            if refused is not None:
-                self._refuse(refused)
-                return
-        back = []
-        for index, ((name, _, fmt, average), (live, _, extra)) in enumerate(zip(members, lives)):
-            if not devices.is_plain(average):
-                back.append((average, devices.contiguous(average)))
-                average = back[-1][1]
-            held.weights[index] = sharding.address(average)
-            held.gradients[index] = sharding.address(live)
-            if extra is not None:
-                held.bind(index, SLOT_GRADIENT, extra)
-            if _extra_dtype(fmt) is not None:
-                held.bind(index, SLOT_WEIGHT, _find(self.extra, name))
-        code = lib.halfstep_step(handle, held.weights, held.gradients)
-        if code == abi.OK and devices.is_asynchronous(handle.device):
-            code = lib.halfstep_synchronize(handle)  # the counters need the verdict
+            self._take_over(parts.groups.state, lives)
+        decay = float(self.decay)
+        # The rule's beta must stay below 1, so a decay of 1 is a learning rate of 0.
+        still = decay == 1.0
+        parts.groups[0].update(
+            lr=0.0 if still and not first else 1.0,
+            beta=0.0 if still else decay,
+            debias=float(self.debias),
+        )
+        parts.options.scan, parts.options.threads = self.scan, self.threads
+        parts.placement.lives = lives
+        try:
+            ready = parts.updates.prepare(None)
+            engine = ready.engine
+            for m in engine.members:
+                extra = lives[m.p][2]
+                if extra is not None:
+                    address = sharding.address(extra)
+                    invoke(lib.halfstep_bind_slot, m.handle, m.index, SLOT_GRADIENT, None, address)
+            code, handle = engine.step()
+            if code == abi.OK and engine.asynchronous:
+                code, handle = engine.hear()  # the counters need the verdict
+        finally:
+            parts.placement.lives = {}
         if code == abi.NONFINITE:
             self._refuse(calls.nonfinite_tensor(handle)[0])
             return
-        check(code, handle)
-        for average, copy in back:
-            average.copy_(copy)
-        increment_versions([member[3] for member in members])
-        extras = self._extras()
-        held.watch.keep(extras)
-        held.watch.wrote(list(extras), extras.get)
-        self._follow_buffers(others, first)
-        for mine, theirs in frozen:
-            mine.detach().copy_(theirs)
+        engine.check(code, handle)
+        parts.updates._land(engine, ready.back, ready.stepped)
+        for name, ours, theirs in others:
+            blend = self.use_buffers and not first and name not in self._copied
+            # AveragedModel does this with whole numbers, too.
+            theirs = theirs.detach().to(ours.device)
+            ours.detach().copy_(ours * self.decay + theirs * (1 - self.decay) if blend else theirs)
         self.n_averaged += 1
         self.counters[0] += 1
-        held.steps = (held.steps[0] + 1, held.steps[1] + 1)
+        steps, writes = self._known[-1]
+        self._known = *self._known[:-1], (steps + 1, writes + 1)
 
-    @contextmanager
-    def swapped(self, model):
-        """Returns a context in which `model` has the averages, in its own dtypes and on its own
-        devices. Afterwards it has its own weights again.
-
-        The weights are neither copied nor written, so that an optimizer keeps the residuals and
-        error codes beside them. Do not step the optimizer inside, and do not save its state.
-        """
-        pairs = _paired(
-            "tensors to average",
-            self._tensors_of(model, self.use_buffers),
-            self._tensors_of(self.module, self.use_buffers),
-        )
-        for name, average, theirs in pairs:
-            _check_shapes(repr(name), theirs, average)
-        kept = [theirs.data for _, _, theirs in pairs]
-        try:
-            for _, average, theirs in pairs:
-                theirs.data = average.detach().to(theirs.device, theirs.dtype)
-            yield model
-        finally:
-            for (_, _, theirs), own in zip(pairs, kept):
-                theirs.data = own
-
-    def _ready(self, members, formats):
-        """Returns the C handle for these averages and for the formats of the weights that they
-        follow. Gives it everything that may have changed."""
-        held = self._handle
-        device = devices.of(members[0][3]) if members else torch.device("cpu")
-        members = [
-            (name, identity, fmt, tuple(tensor.shape)) for name, identity, fmt, tensor in members
-        ]
-        key = members, formats, self.random.tolist(), device
-        threads = self.threads or torch.get_num_threads()
-        if held.key != key:
-            held.key = None  # until the build has succeeded
-            held.build(members, formats, key[2][0], self._generator(), threads, device)
-            held.key = key
-        held.handle.work(threads)
-        steps = int(self.n_averaged)
-        held.count(len(members), steps, int(self.counters[0]))
-        self._check_options()
-        decay = float(self.decay)
-        # The rule's decay must stay below 1, so a decay of 1 is a learning rate of 0.
-        held.handle.set(
-            scan=self.scan,
-            lr=0.0 if decay == 1.0 and steps else 1.0,
-            beta=0.0 if decay == 1.0 else decay,
-            debias=float(bool(self.debias)),
-        )
-        return held
-
-    def _take_over(self, members, lives):
+    @staticmethod
+    def _take_over(states, lives):
         """Copies the weights for the first update, because w - (w - g) would not be exactly g. The
-        rule then adds the residuals. If a weight is not finite, copies nothing and returns its
-        name."""
-        for (name, _, _, _), (live, _, _) in zip(members, lives):
-            if not bool(torch.isfinite(live).all()):
-                return name
-        for (name, _, _, average), (live, _, _) in zip(members, lives):
+        rule then adds the residuals."""
+        for average, (weight, _, _) in lives.items():
             most = torch.finfo(average.dtype).max
             # A finite weight must stay finite in a narrower format.
             average.detach().copy_(
-                live.clamp(-most, most) if torch.finfo(live.dtype).max > most else live
+                weight.clamp(-most, most) if torch.finfo(weight.dtype).max > most else weight
             )
-            extra = _find(self.extra, name)
-            if extra is not None:
-                extra.zero_()
-        return None
+            if "weight.extra" in states[average]:
+                states[average]["weight.extra"].zero_()
 
     def _refuse(self, name):
+        """Counts an update that is refused because of this weight, and warns once."""
         self.counters[1] += 1
         if not self._warned:
             self._warned = True
@@ -574,88 +446,52 @@ class EMA(torch.nn.Module):
                 RuntimeWarning,
             )
 
-    def _other_buffers(self, model):
-        """Returns (ours, the model's) for each pair of buffers that the rule does not see."""
-        pairs = []
-        for name, a, b in _paired("buffers", model.named_buffers(), self.module.named_buffers()):
-            if not self.use_buffers or not a.is_floating_point():
-                _check_shapes(f"the buffer {name!r}", b, a)
-                pairs.append((a, b))
-        return pairs
+    @contextmanager
+    def swapped(self, model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+        """Returns a context in which `model` has the averages, in its own dtypes and on its own
+        devices. Afterwards it has its own weights again.
 
-    def _follow_buffers(self, pairs, first):
-        for ours, theirs in pairs:
-            theirs = theirs.detach().to(ours.device)
-            # AveragedModel does this with whole numbers, too.
-            ours.detach().copy_(
-                theirs
-                if first or not self.use_buffers
-                else ours * self.decay + theirs * (1 - self.decay)
-            )
-
-    # ---- Residuals of averages that others write -------------------------------------------------
-
-    def _extras(self):
-        """Returns the residual or error code beside each average that has one."""
-        found = ((average, _find(self.extra, name)) for name, average in self._averages())
-        return {average: extra for average, extra in found if extra is not None}
-
-    @torch.no_grad()
-    def _notice(self):
-        """Drops the residuals of averages that somebody else has written since
-        update_parameters()."""
-        watch = self._handle.watch
-        if not watch:
-            return
-        extras = self._extras()
-        strangers = watch.strangers(extras.get)
-        # A new tensor may be in the place of a known one. It is recognized by the residual that it
-        # found there.
-        known = {id(note.extra): note for note in watch.notes}
-        strangers += [
-            (average, None)
-            for average, extra in extras.items()
-            if average not in watch.index
-            and id(extra) in known
-            and known[id(extra)].extra_version == version(extra)
-        ]
-        for average, rows in strangers:
-            if average not in extras:
-                continue
-            clear_rows(extras[average], rows)
-            watch.wrote([average], extras.get)
-            if not self._dropped:
-                self._dropped = True
-                name = next(name for name, other in self._averages() if other is average)
-                warn(
-                    f"the average {name!r} was written, but not by update_parameters()."
-                    " The residual kept beside it was dropped, because it belonged to the old"
-                    " average. This warning is given once"
-                )
+        The weights are neither copied nor written, so that an optimizer keeps the residuals and
+        error codes beside them. Do not step the optimizer inside, and do not save its state.
+        """
+        averages, _ = self._pairs(model)
+        kept = [theirs.data for _, _, theirs in averages]
+        try:
+            for _, average, theirs in averages:
+                theirs.data = average.detach().to(theirs.device, theirs.dtype)
+            yield model
+        finally:
+            for (_, _, theirs), own in zip(averages, kept):
+                theirs.data = own
 
     # ---- Reading and saving ----------------------------------------------------------------------
 
+    @torch.no_grad()
+    def _notice(self):
+        """Drops the residuals of averages that somebody else has written."""
+        if self._optimizer is not None:
+            self._ready()[1].residuals.notice()
+
     def __getstate__(self):
         self._notice()
-        return self.__dict__.copy()
+        return {**self.__dict__, "_optimizer": None}
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         self._notice()  # before the parts of this module are asked
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     @torch.no_grad()
-    def full_state_dict(self):
+    def full_state_dict(self) -> Dict[str, Any]:
         """Returns the averages in fp32, with residuals and error codes, under the names of the
         model's own state_dict().
 
         Buffers that are not averaged are copied as they are.
         """
-        self._notice()
-        found = {}
-        for name, _, fmt, average in self._members():
-            self._check_average(name, fmt, average, devices.of(average))
-            found[id(average)] = _decode(fmt, average, _find(self.extra, name))
-        out = {}
+        members, parts = self._ready()
+        found, out = {}, {}
+        for name, fmt, average in members:
+            self._check_average(name, fmt, average)
+            found[id(average)] = devices.to_cpu(parts.inspection.read_weight(average))
         for key, value in self.module.state_dict(keep_vars=True).items():
             if id(value) in found:
                 out[key] = found[id(value)]
@@ -665,61 +501,56 @@ class EMA(torch.nn.Module):
                 )
         return out
 
-    def _load_from_state_dict(
-        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-    ):
+    def _load_from_state_dict(self, state_dict, prefix, *arguments):
         self._convert(state_dict, prefix)
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def _convert(self, state_dict, prefix):
         """Converts the averages in a state dictionary to the formats of this EMA. They are those of
         another EMA, or plain tensors of an AveragedModel. Everything else is left for the base
         class to judge."""
-        averages = list(self._averages())
-        saved = state_dict.get(prefix + "formats")
-        foreign = saved is None and prefix + "n_averaged" in state_dict
-        if saved is not None and saved.numel() != len(averages):
+        members, _ = self._ready()
+        saved, steps = (state_dict.get(prefix + key) for key in ("formats", "n_averaged"))
+        foreign = saved is None and steps is not None
+        if saved is not None and saved.numel() != len(members):
             return
-        numbers = [None] * len(averages) if saved is None else saved.tolist()
+        numbers = [None] * len(members) if saved is None else saved.tolist()
         keys, changed = {}, {}
         # A shared weight is saved under each of its names.
         for name, value in self.module.state_dict(keep_vars=True).items():
             keys.setdefault(id(value), []).append(f"{prefix}module.{name}")
-        for (name, average), own, number in zip(averages, self.formats.tolist(), numbers):
-            key, extra_key = f"{prefix}module.{name}", f"{prefix}extra.{name}"
-            value, extra = state_dict.get(key), state_dict.get(extra_key)
+        for (name, own, average), number in zip(members, numbers):
+            extra_key = f"{prefix}extra.{name}"
+            value, extra = state_dict.get(f"{prefix}module.{name}"), state_dict.get(extra_key)
             if not isinstance(value, torch.Tensor) or value.shape != average.shape:
                 continue
-            own, have = layout.FORMATS[own], layout.FORMATS.get(number) or PLAIN.get(value.dtype)
+            have = layout.FORMATS.get(number) or PLAIN.get(value.dtype)
             if have is None or stored_dtype(have) != value.dtype:
                 value, have, extra = value.float(), "f32", None
-            if _extra_dtype(have) is None:
+            dtype = extra_dtype(have)
+            if dtype is None:
                 extra = None
-            elif extra is None or extra.dtype != _extra_dtype(have) or extra.shape != value.shape:
+            elif extra is None or extra.dtype != dtype or extra.shape != value.shape:
                 continue
-            alike = value.dtype == average.dtype and _extra_dtype(have) == _extra_dtype(own)
-            if not alike:
-                changed[have] = own
-                value, extra = _encode(own, _decode(have, value, extra))
-                state_dict.update(dict.fromkeys(keys[id(average)], value))
-                if extra is not None:
-                    state_dict[extra_key] = extra
-                else:
-                    state_dict.pop(extra_key, None)
+            if value.dtype == average.dtype and dtype == extra_dtype(own):
+                continue
+            changed[have] = own
+            value, extra = recode(have, value, extra, own)
+            state_dict.update(dict.fromkeys(keys[id(average)], value))
+            if extra is not None:
+                state_dict[extra_key] = extra
+            else:
+                state_dict.pop(extra_key, None)
         if foreign:
-            steps = state_dict[prefix + "n_averaged"]
-            state_dict[prefix + "counters"] = torch.tensor(
-                [int(steps), 0], dtype=torch.long, device="cpu"
-            )
-            state_dict[prefix + "ids"], state_dict[prefix + "random"] = self.ids, self.random
+            counters = torch.tensor([int(steps), 0], dtype=torch.long, device="cpu")
+            own = {"counters": counters, "ids": self.ids, "random": self.random}
+            state_dict.update((prefix + key, value) for key, value in own.items())
         if foreign or saved is not None:
             state_dict[prefix + "formats"] = self.formats
         if changed:
             pairs = ", ".join(f"{have} and are kept as {own}" for have, own in changed.items())
             warn(f"averages were saved as {pairs}")
 
-    def extra_repr(self):
+    def extra_repr(self) -> str:
         formats = {layout.FORMATS[i] for i in self.formats.tolist()}
         return f"decay={self.decay}, formats={'+'.join(sorted(formats)) or 'none'}"

@@ -527,28 +527,33 @@ def test_a_vector_of_no_elements_counts(gpu):
 
 @pytest.mark.parametrize("fmt", ["bf16-sr", "bf16-kahan", "f32"])
 def test_averages(gpu, fmt):
+    """The averages lie on the CPU, on the GPU, and on both."""
     found = []
-    for on in (False, True):
+    for on in ("", "01", "1"):
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(40, 24), nn.Linear(24, 3)).to(torch.bfloat16)
-        if on:
-            for p in model.parameters():
+        for name, p in model.named_parameters():
+            if name[0] in on:
                 p.data = gpu.tensor(p.data)
         opt = halfstep.AdamW(model.named_parameters(), weights="bf16-ecc8", seed=3)
         ema = halfstep.EMA(model, decay=0.9, weights=fmt, seed=7)
-        if on and not gpu.real:  # deepcopy() asks torch
-            for p in ema.module.parameters():
-                p.data = gpu.tensor(p.data)
-            for name, buffer in list(ema.extra.named_buffers()):
-                buffer.data = gpu.tensor(buffer.data)
+        if not gpu.real:  # deepcopy() asks torch
+            for name, t in (*ema.module.named_parameters(), *ema.extra.named_buffers()):
+                if name[0] in on:
+                    t.data = gpu.tensor(t.data)
         named = dict(model.named_parameters())
         for step in range(1, 5):
             give(gpu, named, gradients(named, step))
             opt.step()
             gpu.synchronize() if on else None
             ema.update_parameters(model, opt)
+        with torch.no_grad():
+            model[0].bias[5] = float("nan")
+        with pytest.warns(RuntimeWarning, match="'0.bias' is not finite"):
+            ema.update_parameters(model)
+        assert ema.skipped_updates == 1
         found.append(plain([gpu.read(p) for p in ema.module.parameters()]))
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.parametrize("fmt", ["bf16-sr", "f32"])

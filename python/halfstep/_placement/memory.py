@@ -11,7 +11,12 @@ from .._tensors.sharding import stored
 
 
 class Placement:
-    """Steps every parameter on the device that it lies on, with states there."""
+    """Steps every parameter on the device that it lies on, with states there.
+
+    in_grad    True if gradient_of() a parameter that is stepped there is its `.grad`
+    """
+
+    in_grad = True
 
     def __init__(self, groups, names):
         self.groups, self.names = groups, names

@@ -10,11 +10,11 @@ from .._library.abi import invoke, lib
 from .._library.calls import GRID
 from .._tensors import devices
 from .._tensors.matrices import rows_of
-from .._tensors.parameters import described, stored_dtype
+from .._tensors.parameters import described, extra_dtype, stored_dtype
 from .._tensors.sharding import local, stored
 from . import layout
 from .handles import Handle, add_group, add_tensor, read_rows, write_rows
-from .planes import bind_planes, lay_out
+from .planes import WEIGHT, bind_planes, lay_out
 
 #: advice beside a state of another shape
 ONE_MATRIX = (
@@ -166,6 +166,22 @@ def read_coarse(name, recipe, shape, label, state, part):
     grid = name + GRID
     codec.take_scalars({other + GRID: state[grid]} if grid in state else {})
     return codec.read(next(s.slot for s in codec.planes if s.name == other))
+
+
+def recode(fmt, weight, extra, to):
+    """Returns a weight, and its residual or error code or None, in another format: rounded to
+    nearest, in CPU memory. `extra` is that of the format `fmt`."""
+    out, dtype = devices.zeros(weight.shape, stored_dtype(to)), extra_dtype(to)
+    fresh = None if dtype is None else devices.zeros(weight.shape, dtype)
+    if weight.numel():
+        shape, weight = tuple(weight.shape), devices.to_cpu(weight)
+        extra = None if extra is None else devices.to_cpu(extra)
+        # Every rule stores weights alike. "ema" has no states beside them.
+        source, target = (Codec("ema/" + f, {}, shape, "weight") for f in (fmt, to))
+        source.bind({"weight.extra": extra})
+        target.bind({"weight.extra": fresh})
+        target.write(WEIGHT, source.read(WEIGHT, weight.data_ptr()), out.data_ptr())
+    return out, fresh
 
 
 @torch.no_grad()

@@ -75,12 +75,9 @@ def signed(number):
 def pack_recipe(recipe):
     """Returns a full recipe as one number. It has a byte each for the ids of the rule, the weight's
     format and the states' formats."""
-    rule, weight, states = recipe.split("/")
-    ids = [
-        abi.rules[rule].id,
-        abi.formats[weight].id,
-        *(abi.formats[s].id for s in states.split("+")),
-    ]
+    rule, weight, *states = recipe.split("/")
+    formats = [weight, *(s for some in states for s in some.split("+"))]
+    ids = [abi.rules[rule].id, *(abi.formats[name].id for name in formats)]
     return sum(number << 8 * place for place, number in enumerate(ids))
 
 
@@ -92,9 +89,10 @@ def unpack_recipe(number):
     rule, weight, *states = number.to_bytes(8, "little")
     while states and not states[-1]:
         states.pop()
-    if rule not in _rules or not states or any(s not in FORMATS for s in (weight, *states)):
+    if rule not in _rules or any(s not in FORMATS for s in (weight, *states)):
         return None
-    recipe = "/".join((_rules[rule], FORMATS[weight], "+".join(FORMATS[s] for s in states)))
+    parts = _rules[rule], FORMATS[weight], "+".join(FORMATS[s] for s in states)
+    recipe = "/".join(filter(None, parts))
     try:
         return recipe if abi.recipe_full(recipe) == recipe else None
     except ValueError:

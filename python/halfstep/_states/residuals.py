@@ -65,25 +65,26 @@ class Residuals:
             self.watch.wrote([p], self.of)
             if not self._warned:
                 self._warned = True
-                where = "it"
-                if rows is not None:
-                    where = (
-                        f"{int(rows.sum())} of its {rows.numel()} rows (of a vector: pieces of"
-                        f" {PIECE})"
-                    )
-                other = "weights='bf16-sr'"
-                if is_packed(p):
-                    other = "halfstep.nn.quantize_(model, 'int8-sr')"
-                warn(
-                    f"the weight of parameter {self.names.find(p)!r} was written, but not"
-                    f" by this optimizer. The residuals kept beside {where} were dropped, because"
-                    " they belonged to the old weight. This is right after load_state_dict(). But"
-                    " what writes it at each step drops them each time, and small updates with"
-                    f" them. If that is another optimizer, take {other}, which keeps no"
-                    " residuals. If it is a mask or a normalization, call"
-                    " optimizer.write_weight(p, optimizer.read_weight(p) * mask) instead of it."
-                    " This warning is given once"
-                )
+                warn(self.words(self.names.find(p), rows, is_packed(p)))
+
+    @staticmethod
+    def words(name, rows, packed):
+        """Returns the warning about a weight that somebody else wrote. `rows` are those that
+        changed, or None. `packed`: it has 8 bits."""
+        where, other = "it", "weights='bf16-sr'"
+        if rows is not None:
+            where = f"{int(rows.sum())} of its {rows.numel()} rows (of a vector: pieces of {PIECE})"
+        if packed:
+            other = "halfstep.nn.quantize_(model, 'int8-sr')"
+        return (
+            f"the weight of parameter {name!r} was written, but not by this optimizer. The"
+            f" residuals kept beside {where} were dropped, because they belonged to the old weight."
+            " This is right after load_state_dict(). But what writes it at each step drops them"
+            " each time, and small updates with them. If that is another optimizer, take"
+            f" {other}, which keeps no residuals. If it is a mask or a normalization, call"
+            " optimizer.write_weight(p, optimizer.read_weight(p) * mask) instead of it. This"
+            " warning is given once"
+        )
 
     # ---- Writes of this optimizer ----------------------------------------------------------------
 

@@ -71,7 +71,10 @@ class Gather:
         if sharded:
             grad, p = local(sharding.gradient_of(p, grad, m.name)), local(p)
             keep.append(grad)
-        if not self._is_where_it_was(engine, m, p) or check_gradient(p, grad, m.name) != m.gradient:
+        if (
+            not self._is_where_it_was(engine, m, p)
+            or self.placement.check_gradient(p, grad, m.name) != m.gradient
+        ):
             return None
         if not devices.is_plain(grad):
             grad = devices.contiguous(grad)
@@ -100,7 +103,7 @@ class Gather:
     def all(self, ready):
         """Fills the pointer arrays. Returns False if the engine does not fit any more."""
         engine, stepped = ready.engine, ready.stepped
-        if self._plain(engine):
+        if self.placement.in_grad and self._plain(engine):
             stepped.extend(engine.params)
             return True
         engine.weights_are_plain = False

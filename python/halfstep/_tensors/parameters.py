@@ -33,6 +33,12 @@ def stored_dtype(fmt):
     return DTYPES[abi.formats[fmt].code_dtype]
 
 
+def extra_dtype(fmt):
+    """Returns the dtype of the residual or error code that a format keeps beside each element, or
+    None."""
+    return DTYPES.get(abi.formats[fmt].extra_dtype)
+
+
 def _refuse_class(tensor, what):
     raise TypeError(
         f"halfstep: {what} is a {type(tensor).__name__}, a kind of tensor that halfstep does not"
