@@ -71,7 +71,9 @@ def measure(arguments, folder):
     for weight in weights:
         weight.grad = torch.randn(weight.shape).bfloat16()
     # Weights in the file would be written only; without them both halves are equal.
-    optimizer = halfstep.AdamW(weights, states=arguments.states, store=path, store_weights=False)
+    optimizer = halfstep.AdamW(
+        weights, states=arguments.states, store=halfstep.Store(path, weights=False)
+    )
     optimizer.step()
     half = half_bytes(path)
     size = 2 * half // (4 << 20) * (4 << 20)

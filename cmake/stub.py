@@ -19,6 +19,7 @@ import types
 PACKAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "python", "halfstep")
 HEAD = '''"""The classes of halfstep and their options. Made by cmake/stub.py."""
 
+import os
 from typing import Any, Mapping, Optional, Sequence, Tuple, Union
 
 import torch

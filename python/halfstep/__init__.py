@@ -11,6 +11,7 @@ docs/python.md is the manual.
 from . import nn as nn
 from ._library import abi
 from ._library.abi import HalfstepError
+from ._settings.options import Store
 from .accumulate import GradientAccumulator
 from .ema import EMA
 from .full_precision import full_precision_state_dict
@@ -39,6 +40,7 @@ __all__ = [
     "GradientAccumulator",
     "CPUOffload",
     "StateStreaming",
+    "Store",
     "full_precision_state_dict",
     "HalfstepError",
     "RMSprop",

@@ -13,7 +13,7 @@ import torch
 from . import accumulate
 from ._library import abi
 from ._placement.memory import Placement
-from ._settings.options import Options, bytes_of, keep_plain
+from ._settings.options import Options, Store, keep_plain
 from ._states import checkpoints, checks, files, layout
 from ._states.handles import Handle, seed_of
 from ._step.parts import Parts
@@ -91,10 +91,10 @@ def _state_as_it_is(optimizer):
 
 class Kept:
     """An attribute of optimizers that their Options keep. `initial` is its value after a pickle
-    that lacks it."""
+    that lacks it. `flag`: it is True or False."""
 
-    def __init__(self, initial=None):
-        self.initial = initial
+    def __init__(self, initial=None, flag=False):
+        self.initial, self.flag = initial, flag
 
     def __set_name__(self, cls, name):
         self.name = name
@@ -105,6 +105,8 @@ class Kept:
     def __set__(self, optimizer, value):
         if not hasattr(optimizer, "_parts"):  # at the beginning of its constructor
             optimizer._make_parts()
+        if self.flag:
+            abi.check_flags(**{self.name: value})
         setattr(optimizer._parts.options, self.name, abi.plainly(value))
 
 
@@ -151,8 +153,6 @@ class Optimizer(torch.optim.Optimizer):
     threads         the number of threads. 0: torch.get_num_threads() at each step
     gradient_release          True: each parameter is stepped inside the backward pass, see
                               prepare_gradient_release()
-    optimizer_accumulation    True: gradients go into the states and leave the weights alone, see
-                              `optimizer_accumulation`
     norm_group      a torch.distributed group (True: all ranks) whose ranks hold different
                     parameters: ZeroRedundancyOptimizer, a pipeline, flat shards. The norm to clip
                     by, the verdict on gradients and a rule's sums over all tensors are then those
@@ -165,15 +165,11 @@ class Optimizer(torch.optim.Optimizer):
     flat            True: vectors of 4096 elements or more are flat buffers of many parameters,
                     which take block formats. "shards": each rank also holds another shard, and gets
                     random bits of its own. FSDP1's buffers are recognized without it
-    store           the path of a file that keeps the states in place of memory, and is the
-                    checkpoint: each step reads them from there and writes them and the weights
-                    there. A file that exists is resumed: weights, states, counters and the groups'
-                    options are read from it. Parameters are stepped by the processor. The option
-                    is not saved
-    store_weights   False: the file keeps no weights, only their hashes. Whoever resumes from it
-                    loads the weights of its last step first
-    store_memory    bytes of memory for states on their way, such as "8G". What fits is only
-                    written, not read. None: the least
+    store           a file that keeps the states in place of memory, and is the checkpoint: its
+                    path, or a halfstep.Store with options, in text "run.states?weights=false". Each
+                    step reads the states from there and writes them and the weights there. A file
+                    that exists is resumed: weights, states, counters and the groups' options are
+                    read from it. Parameters are stepped by the processor. The option is not saved
     states_from     the path of a trainer's checkpoint, from which load_states() takes the first
                     states. A file of `store` that exists is resumed instead. The option is not
                     saved
@@ -192,9 +188,9 @@ class Optimizer(torch.optim.Optimizer):
     clip_norm, clip, scan, threads, flat = map(Kept, (0.0, None, None, 0, False))
     #: True: gradients go into the states and leave the weights alone; the last micro-batch of a
     #: step is made with False
-    optimizer_accumulation = Kept(False)
-    gradient_release = Kept(False)
-    store, store_weights, store_memory = map(Kept, (None, True, None))
+    optimizer_accumulation = Kept(False, flag=True)
+    gradient_release = Kept(False, flag=True)
+    store = Kept(None)
     compile = False  # in pickles that lack it
     #: True: `weights` comes from whoever makes the optimizer, not from the class
     _weights_asked = True
@@ -217,7 +213,6 @@ class Optimizer(torch.optim.Optimizer):
         seed: Optional[int] = None,
         threads: int = 0,
         gradient_release: bool = False,
-        optimizer_accumulation: bool = False,
         norm_group: Any = None,
         owners: Any = None,
         flat: Union[bool, str] = False,
@@ -226,9 +221,7 @@ class Optimizer(torch.optim.Optimizer):
         capturable: bool = False,
         differentiable: bool = False,
         compile: bool = False,
-        store: Optional[str] = None,
-        store_weights: bool = True,
-        store_memory: Any = None,
+        store: Optional[Union[str, "os.PathLike[str]", Store]] = None,
         states_from: Optional[str] = None,
     ) -> None:
         if differentiable:
@@ -243,12 +236,10 @@ class Optimizer(torch.optim.Optimizer):
             )
         abi.check_flags(
             gradient_release=gradient_release,
-            optimizer_accumulation=optimizer_accumulation,
             foreach=foreach,
             fused=fused,
             capturable=capturable,
             compile=compile,
-            store_weights=store_weights,
             norm_group=norm_group,
             owners=owners,
         )
@@ -260,21 +251,9 @@ class Optimizer(torch.optim.Optimizer):
         self.norm_group, self.flat, self.threads = norm_group, flat, threads
         self.compile = compile
         self.owners = owners
-        if store is None and (store_memory is not None or not store_weights):
-            raise ValueError(
-                "halfstep: store_memory= and store_weights= are for states in a file; give store=,"
-                " or leave them out"
-            )
-        if not isinstance(store, (str, bytes, os.PathLike, type(None))):
-            raise TypeError(
-                f"halfstep: store={store!r} is not a path of a file; write store='run.states'"
-            )
-        self.store = None if store is None else os.path.abspath(os.fsdecode(store))
-        self.store_weights = store_weights
-        self.store_memory = None if store_memory is None else bytes_of(store_memory, "store_memory")
+        self.store = Store.of(store)
         if compile:
             self._register()
-        self.optimizer_accumulation = optimizer_accumulation
         self.gradient_release = False
         defaults = {
             **defaults,

@@ -19,7 +19,7 @@ from ._placement.overlap import window
 from ._placement.streams import BUFFER_BYTES, BUFFERS
 from ._settings import naming
 from ._settings.assignment import is_listed, is_matrix, patterns_of
-from ._settings.options import bytes_of
+from ._settings.options import Store, bytes_of
 from ._states import layout
 from ._step.release import check_release
 from ._tensors.matrices import fields_of, has_products, lay, taken
@@ -455,8 +455,9 @@ def plan(
     device_memory: bytes (or "24G") of a GPU. For each recipe finds the quickest way that fits, and
         the time that it takes. Ways are states on the GPU, `StateStreaming` and `CPUOffload`, with
         gradients kept, or released if that does not fit. For a single recipe lists all ways.
-    store: states are in a file (the option of that name). Rows say what it takes of the disk, and
-        what each step reads and writes. "states": without weights (store_weights=False).
+    store: True, or what the option of that name takes: states are in a file, which need not exist.
+        Rows say what it takes of the disk, and what each step reads and writes. Weights are in the
+        file unless halfstep.Store(path, weights=False) says otherwise.
     adamw: True: AdamW steps embeddings, heads and whatever is no matrix beside Muon, as with the
         option adamw= of halfstep.Muon. The last lines name what each of them steps.
     bus, host, device: bytes a second for these times: one way over the bus, of CPU memory, and of
@@ -468,8 +469,7 @@ def plan(
             " and memory="
         )
     abi.check_flags(release=release)
-    if store not in (False, True, "states"):
-        raise ValueError(f"unknown store={store!r}; known: False, True, 'states'")
+    store = Store.of({True: "run.states", False: None}[store] if type(store) is bool else store)
     for name, speed in (("bus", bus), ("host", host), ("device", device)):
         if not abi.is_real(speed) or not speed > 0:
             raise ValueError(
@@ -480,8 +480,8 @@ def plan(
     overlap = window(overlap)
     if store and overlap:
         raise ValueError(
-            f"store={store!r} and overlap={overlap!r} exclude each other: steps in advance need"
-            " states in memory"
+            f"store= and overlap={overlap!r} exclude each other: steps in advance need states in"
+            " memory"
         )
     if overlap and (not offload or release):
         raise ValueError(
@@ -527,7 +527,7 @@ def plan(
                 (meant[one], {**fields_of(x), "gradient": (one.gradient or gradient).encode()}, n)
                 for (one, n), x in zip(counts.items(), laid.values())
             ),
-            without_weights=store == "states",
+            without_weights=store is not None and not store.weights,
         )
         weights, extras, states = sums.weights, sums.weight_extras, sums.states
         if device_memory is not None:

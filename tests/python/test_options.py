@@ -252,13 +252,13 @@ def test_text_of_trainers_is_read_by_the_types_of_options():
                     read(target, {name: "no"})
     told = {
         "betas": "0.9, 0.95", "seed": "1e3", "states": "'int8'", "clip_norm": "null",
-        "lr": "5e-5", "flat": "true", "norm_group": "False", "store_memory": "8G", "other": "1",
+        "lr": "5e-5", "flat": "true", "norm_group": "False", "store": "a?memory=8G", "other": "1",
         "adamw": "{'lr': '3e-4', 'amsgrad': 'false'}", "adamw_names": '["lm_head", "*embed*"]',
         "ns_coefficients": "polar-express", "split": ["64", 32],
     }  # fmt: skip
     assert read(halfstep.Muon, told) == {
         "betas": (0.9, 0.95), "seed": 1000, "states": "int8", "clip_norm": None,
-        "lr": 5e-5, "flat": True, "norm_group": False, "store_memory": "8G", "other": "1",
+        "lr": 5e-5, "flat": True, "norm_group": False, "store": "a?memory=8G", "other": "1",
         "adamw": {"lr": 3e-4, "amsgrad": False}, "adamw_names": ["lm_head", "*embed*"],
         "ns_coefficients": "polar-express", "split": [64, 32],
     }  # fmt: skip
@@ -274,12 +274,14 @@ def test_text_in_place_of_a_boolean_is_refused():
     weights = [Parameter(torch.zeros(2, 2))]
     model = torch.nn.Linear(2, 2)
     flags = (
-        *("gradient_release", "optimizer_accumulation", "store_weights", "compile", "fused"),
+        *("gradient_release", "compile", "fused"),
         *("foreach", "capturable", "amsgrad", "cautious", "maximize", "norm_group", "owners"),
     )
     makes = [lambda name=name: halfstep.AdamW(weights, **{name: "false"}) for name in flags]
     group = {"params": weights}
     makes += [
+        lambda: setattr(halfstep.AdamW(weights), "optimizer_accumulation", "false"),
+        lambda: halfstep.Store("run.states", weights="false"),
         lambda: halfstep.CPUOffload(weights, offload_gradients="false"),
         lambda: halfstep.EMA(model, debias="false"),
         lambda: halfstep.EMA(model, use_buffers="false"),

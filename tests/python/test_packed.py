@@ -148,7 +148,8 @@ def test_ways_to_step(format):
 
 @formats
 def test_micro_batches_leave_weights_alone(format):
-    model, opt = make_network(format, optimizer_accumulation=True)
+    model, opt = make_network(format)
+    opt.optimizer_accumulation = True
     before = memory_of(model)
     train(model, opt, 0, 2)
     assert memory_of(model) == before and opt.state

@@ -306,7 +306,8 @@ def test_a_file_of_states():
     """Pages of a matrix's pieces by hand: of 1927, 1927 and 242 rows, which have 8704 bytes of
     states and 8192 of weights each. The vector takes one page."""
     shapes = {"a": (4096, 4096), "b": (4096, 4096), "v": (100,)}
-    for store, pages in ((True, 7949 + 7949 + 999), ("states", 4095 + 4095 + 515)):
+    alone = halfstep.Store("run.states", weights=False)
+    for store, pages in ((True, 7949 + 7949 + 999), (alone, 4095 + 4095 + 515)):
         (row,) = plan(shapes, "adamw/bf16-sr/int8", store=store).rows
         assert row.disk == 2 * 4096 * (2 * pages + 1)
         assert row.states == 3 * (4096 * 7949 if store is True else 16 << 20)

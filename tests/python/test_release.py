@@ -236,7 +236,7 @@ def test_a_copied_model_keeps_its_own_release():
 def test_accumulation_with_and_without_release(rule, recipe):
     """Micro-steps put gradients into states and leave weights alone. Release does not change the
     bits."""
-    model, opt, other, reference = pair(rule, recipe, lr=0.01, optimizer_accumulation=True)
+    model, opt, other, reference = pair(rule, recipe, lr=0.01)
     for step in range(8):
         last = step % 4 == 3
         for m, o in ((model, opt), (other, reference)):

@@ -30,6 +30,7 @@ from test_offload import backward, gradients
 from torch.nn import Parameter
 
 import halfstep
+from halfstep import plan
 from halfstep._library import abi
 from halfstep._states import store
 
@@ -69,14 +70,14 @@ def pair(path, rule="adamw", recipe="f32", store_weights=True, **options):
     """Makes an optimizer with its states in memory, and the same one with a file."""
     return [
         make(rule, recipe, **options),
-        make(rule, recipe, store=path, store_weights=store_weights, **options),
+        make(rule, recipe, store=halfstep.Store(path, store_weights), **options),
     ]
 
 
 def resumed(one, rule="adamw", recipe="f32", **options):
     """Closes the file of an optimizer and goes on from it with an optimizer of other weights."""
     one[1].close_store()
-    return make(rule, recipe, weights_seed=9, store=one[1].store, **{"seed": None, **options})
+    return make(rule, recipe, weights_seed=9, store=one[1].store.path, **{"seed": None, **options})
 
 
 def steps(both, first, last, skip=()):
@@ -166,7 +167,7 @@ def test_weights_on_a_gpu(gpu, path, recipe, keeps, release):  # noqa: F811
 
     def offloaded(values):
         there = {name: Parameter(gpu.tensor(v)) for name, v in values.items()}
-        how = {"store": path, "store_weights": keeps}
+        how = {"store": halfstep.Store(path, keeps)}
         return there, halfstep.CPUOffload(there.items(), halfstep.AdamW, **how, **options)
 
     def some(both, first, last):
@@ -308,7 +309,10 @@ def test_state_of_a_parameter(path):
 
 def test_what_others_change(path, cuts):
     """States and options that change between steps, also while some pieces stay in memory."""
-    both = [make(recipe="ecc8-int8"), make(recipe="ecc8-int8", store=path, store_memory="36K")]
+    both = [
+        make(recipe="ecc8-int8"),
+        make(recipe="ecc8-int8", store=halfstep.Store(path, memory="36K")),
+    ]
 
     def change(act):
         for params, opt in both:
@@ -456,10 +460,10 @@ def test_a_safetensors_file_with_a_wrong_number(path, tmp_path):
 def test_plan(path, keeps):
     """The two halves of the file are what plan() says; the rest are header and records."""
     shapes = {"a": (256, 1024), "b": (512, 64)}
-    make(recipe="ecc8-int8", store=path, store_weights=keeps, shapes=shapes)
+    make(recipe="ecc8-int8", store=halfstep.Store(path, keeps), shapes=shapes)
     _, header, _ = store.contents(path)
     half = sum(-(-(states + weight) // 4096) * 4096 for *_, states, weight in header["pieces"])
-    (row,) = halfstep.plan(shapes, "adamw/bf16-ecc8/int8", store=True if keeps else "states").rows
+    (row,) = halfstep.plan(shapes, "adamw/bf16-ecc8/int8", store=halfstep.Store(path, keeps)).rows
     assert row.disk == 2 * half < os.path.getsize(path)
     assert row.read == sum(piece[3] for piece in header["pieces"])
     assert row.written == row.read + keeps * row.weights
@@ -514,15 +518,46 @@ def test_refusals(path, tmp_path):
     refused("recipe", RuntimeError, recipe="sr-int4", store=path)
     refused("body.weight", RuntimeError, recipe="ecc8-int8", store=path, shapes={"other": (3, 5)})
     refused("compile=", store=path, compile=True)
-    refused("not a size in bytes", store=path, store_memory="many")
-    refused("give store=", store_memory="8G")
-    refused("give store=", store_weights=False)
+    refused("memory='many' is not a size in bytes", store=f"{path}?memory=many")
     refused("store=3 is not a path", TypeError, store=3)
     with pytest.raises(ValueError, match="CPUOffload"):
         halfstep.StateStreaming(both[0][0].items(), halfstep.AdamW, store=path)
     other = tmp_path / "other"
     other.write_bytes(b"no file of states" * 1000)
     refused("other", RuntimeError, store=str(other))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a?", "a?b", "?weights=false", "a?weights=no", "a?weights=false&", "a?path=b", "a?memory"]
+    + ["a?memory=1&memory=2", "a?weights=false&other=1", "what?.states"],
+)
+def test_text_that_is_neither_a_path_nor_options(text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for make_one in (lambda: make(store=text), lambda: plan({"a": (4, 4)}, store=text)):
+        with pytest.raises(ValueError, match=r"weights=false&memory=8G'\. Write halfstep\.Store\("):
+            make_one()
+    assert not os.listdir(), "nothing was written"
+
+
+def test_options_of_a_store_in_text(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for text, weights, memory in (
+        ("a.states", True, None),
+        ("a.states?weights=False", False, None),
+        ("a.states?memory=8G&weights=true", True, 8 << 30),
+        ("a=1&b.states?memory=1e6", True, 1000000),
+    ):
+        store = make(store=text)[1].store
+        assert (store.weights, store.memory) == (weights, memory)
+        assert store == halfstep.Store(text.partition("?")[0], weights, memory)
+        assert store.path == os.fspath(store) == str(tmp_path / text.partition("?")[0])
+        os.remove(store.path)
+    odd = tmp_path / "what?weights=false"
+    for given in (halfstep.Store(str(odd)), odd, os.fsencode(odd)):
+        store = make(store=given)[1].store
+        assert store.weights and odd.exists()
+        odd.unlink()
 
 
 def test_options_that_differ_from_the_file(path):
@@ -554,7 +589,7 @@ def test_a_parameter_that_was_frozen(path):
 
 
 def test_weights_that_are_not_those_of_the_file(path):
-    params, opt = make(store=path, store_weights=False)
+    params, opt = make(store=f"{path}?weights=false")
     steps([(params, opt)], 1, 3)
     opt.close_store()
     refused("keeps no weights.*load the weights", RuntimeError, store=path, weights_seed=9)

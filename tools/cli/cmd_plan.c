@@ -266,8 +266,8 @@ static void print_stores(const struct plan *plan, const struct forecast *list, i
     printf(
         "\nThe file holds all twice, weights too: the last whole step, and the one that is being written. Its records\n"
         "take a few MiB more. States in memory are the pieces that are on their way.\n");
-    printf("Without weights in the file (Python: store_weights=False), their bytes are spared twice on the disk and\n"
-           "once in each step.\n");
+    printf("Without weights in the file (Python: halfstep.Store(path, weights=False)), their bytes are spared twice\n"
+           "on the disk and once in each step.\n");
     printf("Rules with sums over all tensors read the file twice a step, those with sums over a tensor its large "
            "tensors.\n");
 }

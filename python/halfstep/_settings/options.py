@@ -1,8 +1,10 @@
 """What the options of an optimizer mean to the library."""
 
 import math
+import os
 import re
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Optional, Union
 
 import torch
 
@@ -91,6 +93,56 @@ def bytes_of(given, name="memory"):
             " '512M'"
         )
     return int(size)
+
+
+@dataclass(frozen=True)
+class Store:
+    """A file that keeps the states of an optimizer in place of memory: the option `store`. Text
+    says the same, "run.states?weights=false&memory=8G", and a path alone is Store(path).
+
+    path     of the file, which may have a "?" here
+    weights  False: the file keeps no weights, only their hashes. Whoever resumes from it loads the
+             weights of its last step first
+    memory   bytes of memory for states on their way, such as "8G". What fits is only written, not
+             read. None: the least
+    """
+
+    path: Union[str, bytes, "os.PathLike[str]"]
+    weights: bool = True
+    memory: Optional[Union[int, float, str]] = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.path, (str, bytes, os.PathLike)):
+            raise TypeError(
+                f"halfstep: store={self.path!r} is not a path of a file; write store='run.states'"
+            )
+        abi.check_flags(weights=self.weights)
+        memory = None if self.memory is None else bytes_of(self.memory, "memory")
+        vars(self).update(path=os.path.abspath(os.fsdecode(self.path)), memory=memory)
+
+    def __fspath__(self) -> str:
+        return os.fspath(self.path)
+
+    @classmethod
+    def of(cls, given: Any) -> Optional["Store"]:
+        """Returns what the option `store` says. A "?" in text begins options."""
+        if given is None or isinstance(given, cls):
+            return given
+        if not isinstance(given, str) or "?" not in given:
+            return cls(given)
+        path, _, text = given.partition("?")
+        parts = [part.partition("=") for part in text.split("&")]
+        options = {
+            key: value for key, equal, value in parts if equal and key in ("weights", "memory")
+        }
+        weights = options.get("weights", "true").lower()
+        if not path or weights not in ("true", "false") or len(options) < len(parts):
+            raise ValueError(
+                f"halfstep: store={given!r} is not understood: behind a '?' stand weights=true or"
+                " false and memory=, as in 'run.states?weights=false&memory=8G'. Write"
+                " halfstep.Store(path) for a file whose name has a '?'"
+            )
+        return cls(path, weights == "true", options.get("memory"))
 
 
 class Options:

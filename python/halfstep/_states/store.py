@@ -182,7 +182,7 @@ class StoredState(MutableMapping, dict):
         return dict.items(self)
 
 
-class Store:
+class StoreFile:
     """The file of an optimizer's states.
 
     file        the open file of halfstep_io, or None
@@ -204,8 +204,8 @@ class Store:
 
     @property
     def path(self):
-        """The path of the file, or None for states in memory."""
-        return self.groups.options.store
+        """The path of the file."""
+        return self.groups.options.store.path
 
     def __del__(self, exiting=sys.is_finalizing):
         if not exiting():  # else modules may be gone already
@@ -365,7 +365,7 @@ class Store:
         weights = [self.placement.weight_here(m) for m in engine.members]
         pointers = (c_void_p * len(weights))(*map(torch.Tensor.data_ptr, weights))
         given = abi.StoreOptions.new(
-            without_weights=not options.store_weights, memory=options.store_memory or 0
+            without_weights=not options.store.weights, memory=options.store.memory or 0
         )
         file, exists = c_void_p(), self.exists
         name = "store_open" if exists else "store_create"
@@ -483,7 +483,7 @@ class Store:
         weight = self.placement.weight_here(m)
         keep.append(weight)
         self.versions[m.p] = _mark(m.p)
-        if not self.groups.options.store_weights:
+        if not self.groups.options.store.weights:
             return weight.data_ptr()
         size = weight.numel() * weight.element_size()
         place = m.index, abi.SLOT_WEIGHT, 0, 0, size, weight.data_ptr()
@@ -493,7 +493,7 @@ class Store:
     def round_weights(self, engine, keep):
         """Returns the addresses of all weights, of which a file without weights keeps the hashes.
         Returns None for other files."""
-        if self.groups.options.store_weights:
+        if self.groups.options.store.weights:
             return None
         weights = [self.placement.weight_here(m) for m in engine.members]
         keep += weights
@@ -579,7 +579,7 @@ class Store:
             now = (
                 "states and weights are those of its last whole step, and step() goes on from there"
             )
-        if not self.groups.options.store_weights:
+        if not self.groups.options.store.weights:
             now = (
                 "it keeps no weights, so load those of its last whole step and make the optimizer"
                 " anew"

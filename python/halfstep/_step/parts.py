@@ -5,7 +5,7 @@ from .._settings.naming import Names
 from .._states.inspection import Inspection
 from .._states.residuals import Residuals
 from .._states.saving import Saving
-from .._states.store import Store
+from .._states.store import StoreFile
 from .accumulation import Accumulation
 from .cache import EngineCache
 from .gather import Gather
@@ -53,6 +53,6 @@ class Parts:
         self.steps = Steps(
             groups, names, placement, residuals, cache, accumulation, updates, release
         )
-        self.store = Store(groups, names, placement, residuals, cache, accumulation, release)
+        self.store = StoreFile(groups, names, placement, residuals, cache, accumulation, release)
         self.inspection = inspection = Inspection(groups, names, placement, residuals, cache)
         self.saving = Saving(groups, names, residuals, cache, accumulation, release, inspection)
