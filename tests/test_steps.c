@@ -158,6 +158,34 @@ static void test_sums(void)
             halfstep_destroy(o);
         }
     }
+    TEST("sums of many chunks are carried before ranks add them up") {
+        for (int32_t row = 0; row < halfstep_rule_count(); row++) {
+            struct one t;
+            if (!rule_info(row).two_pass || rule_info(row).matrix) continue;
+            open_random(&t, rule_info(row).name, 2, 512, 512, "f32");
+            random_gradient(&t, 1);
+            void *weights[1] = {t.weight};
+            const void *gradients[1] = {t.gradient};
+            const int64_t count = statistics_count(t.o), first = norms_offset(t.o);
+            int64_t *all = zeroed((size_t)count * 8), *single = zeroed((size_t)count * 8), limbs = 0;
+            MUST(step_begin(t.o, gradients, all));
+            MUST(step_norms(t.o, weights, gradients, all));
+            if (!rule_info(row).totals) {
+                MUST(step_tensor_begin(t.o, 0, t.gradient, single));
+                MUST(step_tensor_norms(t.o, 0, t.weight, t.gradient, single));
+            }
+            for (int64_t i = first; i < count; i++) {
+                const int top = (i - first) % 68 == 67;
+                CHECK(top || (all[i] >> 32 == 0 && single[i] >> 32 == 0), "%s: limb %d is %lld, of one tensor %lld",
+                      rule_info(row).name, (int)(i - first), (long long)all[i], (long long)single[i]);
+                limbs += all[i] != 0;
+            }
+            CHECK(limbs, "%s: all sums are 0", rule_info(row).name);
+            free(all);
+            free(single);
+            one_close(&t);
+        }
+    }
     TEST("scalars are told and set by name") {
         struct one t;
         double norm = 0, ratio = 0, exact = 0;
