@@ -1,13 +1,13 @@
 #!/bin/sh
 # Runs dieharder on the random words of a generator. Takes one to two hours a generator on one core.
-#   tests/random_stats.sh GENERATOR [KIND...]      kinds: elements writes tensors slots (default: all; see random_stream.c)
+#   tests/core/random_stats.sh GENERATOR [KIND...]      kinds: elements writes tensors slots (default: all; see random_stream.c)
 # Environment: OUT (folder for logs, default build/random), SEED (default 1), CC, TESTS (default: the list below).
 # Every test reads a strand of its own seed, so that no two tests judge the same words. A test with a weak or failed p-value
 # (outside 0.005 .. 0.995: one in a hundred is expected) is repeated with two more seeds; a generator fails a test that
 # fails once, or where the same p-value is weak all three times. Ends with a table; exits 1 if anything failed.
 set -eu
-cd "$(dirname "$0")/.."
-generator=${1:?usage: tests/random_stats.sh GENERATOR [KIND...]}
+cd "$(dirname "$0")/../.."
+generator=${1:?usage: tests/core/random_stats.sh GENERATOR [KIND...]}
 shift
 out=${OUT:-build/random}
 first_seed=${SEED:-1}
@@ -19,7 +19,7 @@ tests=${TESTS:-'0 1 3 4 8 9 10 11 12 13 15 16 17 100 101 102 205 206 209 202:2 2
 
 command -v dieharder >/dev/null || { echo "random_stats.sh: dieharder is not installed" >&2; exit 2; }
 mkdir -p "$out"
-${CC:-cc} -std=c11 -O2 -ffp-contract=off -Isrc tests/random_stream.c -o "$out/random_stream"
+${CC:-cc} -std=c11 -O2 -ffp-contract=off -Isrc tests/core/random_stream.c -o "$out/random_stream"
 
 run_test() { # kind seed test -> lines "seed|test|name|ntuple|tsamples|psamples|p|assessment"
     number=${3%%:*}
@@ -46,4 +46,4 @@ for kind in ${*:-elements writes tensors slots}; do
     rm -f "$log.part"
 done
 
-tests/random_table.sh "$out"/"$generator"-*.log
+tests/core/random_table.sh "$out"/"$generator"-*.log

@@ -627,7 +627,7 @@ static void test_shapes(void)
 static void test_complete(void)
 {
     TEST("every public function that takes a pointer is in this file") {
-        int functions = test_calls_all("include/halfstep.h", "tests/test_arguments.c");
+        int functions = test_calls_all("include/halfstep.h", "tests/core/test_arguments.c");
         CHECK(functions > 55, "the header shows %d functions only", functions);
     }
 }

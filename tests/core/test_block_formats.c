@@ -636,7 +636,7 @@ static void test_kept(void)
         const struct kept *k = NULL;
         for (size_t i = 0; i < COUNT(kept); i++)
             if (!strcmp(kept[i].format, info.name)) k = &kept[i];
-        CHECK(k, "kept[] of tests/test_block_formats.c has no bound for '%s' (docs/adding.md)", info.name);
+        CHECK(k, "kept[] of tests/core/test_block_formats.c has no bound for '%s' (docs/adding.md)", info.name);
         for (int nonneg = 0; k && nonneg < 2; nonneg++) {
             if (!(info.roles & (nonneg ? HALFSTEP_ROLE_NONNEG : HALFSTEP_ROLE_SIGNED))) continue;
             double worst = 0;

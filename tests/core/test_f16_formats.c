@@ -609,7 +609,8 @@ int main(int argc, char **argv)
         for (int row = 0; row < HSTEP_FORMATS; row++) {
             int judged = strcmp(hstep_formats[row].code_dtype, "F16") != 0;
             for (int f = 0; f < FORMATS; f++) judged |= formats[f].format == row;
-            CHECK(judged, "formats[] of tests/test_f16_formats.c lacks '%s' (docs/adding.md)", hstep_formats[row].name);
+            CHECK(judged, "formats[] of tests/core/test_f16_formats.c lacks '%s' (docs/adding.md)",
+                  hstep_formats[row].name);
         }
     }
     test_codes();

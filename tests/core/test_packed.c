@@ -413,7 +413,7 @@ int main(int argc, char **argv)
         int judged = 0;
         for (int32_t row = 0; row < halfstep_format_count(); row++)
             judged += format_info(row).geometry == HALFSTEP_GEOMETRY_PACKED;
-        CHECK(judged == FORMATS, "formats[] of tests/test_packed.c lacks one of %d (docs/adding.md)", judged);
+        CHECK(judged == FORMATS, "formats[] of tests/core/test_packed.c lacks one of %d (docs/adding.md)", judged);
     }
     test_steps();
     test_scales();

@@ -1,5 +1,5 @@
 /* Tests the random words of stochastic rounding: their exact bits, and statistics quick enough for every run. Seeds are
- * fixed, so a pass stays a pass. tests/random_stats.sh is the long version. */
+ * fixed, so a pass stays a pass. tests/core/random_stats.sh is the long version. */
 #include <math.h>
 #include <stdint.h>
 

@@ -326,7 +326,7 @@ static void test_steps(void)
                   info.name);
             for (int32_t i = common_hypers(); i < info.hypers; i++)
                 CHECK(has_choice(hyper_info(row, i).name),
-                      "choices[] of tests/test_rules.c has no values for '%s' of the rule '%s' "
+                      "choices[] of tests/core/test_rules.c has no values for '%s' of the rule '%s' "
                       "(docs/adding.md)",
                       hyper_info(row, i).name, info.name);
         }
@@ -469,7 +469,7 @@ static void test_formats(void)
             halfstep_format_info info = format_info(row);
             if (info.block) continue; /* test_block_formats.c and test_packed.c have them */
             const struct kept *k = kept_of(info.name);
-            CHECK(k, "kept[] of tests/test_rules.c has no bound for '%s' (docs/adding.md)", info.name);
+            CHECK(k, "kept[] of tests/core/test_rules.c has no bound for '%s' (docs/adding.md)", info.name);
             if (!k) continue;
             if (weight && !k->half) judge_elements(weight, text_of("adamw/%s", weight), "f32", WEIGHT, -140, 126);
             if (gradient) judge_elements(gradient, "adamw", gradient, GRADIENT, -30, k->half ? 15 : 120);

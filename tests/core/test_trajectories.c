@@ -283,11 +283,11 @@ int main(int argc, char **argv)
             const char *weight = format_for(row, HALFSTEP_ROLE_WEIGHT), *state = format_for(row, HALFSTEP_ROLE_SIGNED);
             if (!state) state = format_for(row, HALFSTEP_ROLE_NONNEG);
             CHECK(!weight || bound_of(weights, WEIGHTS, weight),
-                  "weights[] of tests/test_trajectories.c has no bound for '%s' "
+                  "weights[] of tests/core/test_trajectories.c has no bound for '%s' "
                   "(docs/adding.md)",
                   weight);
             CHECK(!state || bound_of(states, STATES, state),
-                  "states[] of tests/test_trajectories.c has no bound for '%s' "
+                  "states[] of tests/core/test_trajectories.c has no bound for '%s' "
                   "(docs/adding.md)",
                   state);
         }

@@ -4,7 +4,7 @@
 # beyond it (src/vec/cuda_roots.h).
 # (make check leaves it out.)
 # (make test-all runs it.)
-. "$(dirname "$0")/lib.sh"
+. "$(dirname "$0")/../tools/lib.sh"
 need clang python3
 python=python3
 [ ! -e "$build_dir/venv/halfstep.installed" ] || python=$build_dir/venv/bin/python

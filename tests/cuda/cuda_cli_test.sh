@@ -1,10 +1,10 @@
 #!/bin/bash
-# Tests the program without a GPU, and on the fake one of tests/fake_cuda. A missing thing is reported in one line, and
+# Tests the program without a GPU, and on the fake one of tests/cuda/fake. A missing thing is reported in one line, and
 # the bits are those of every machine.
-. "$(dirname "$0")/lib.sh"
+. "$(dirname "$0")/../tools/lib.sh"
 need python3
 halfstep=$build_dir/halfstep
-fake=$build_dir/tests/fake_cuda
+fake=$build_dir/tests/cuda/fake
 [ -x "$halfstep" ] || skip "$halfstep is not built"
 [ -e "$fake/libcuda.so.1" ] || skip "$fake/libcuda.so.1 is not built"
 make_scratch

@@ -6,7 +6,7 @@
 # hold every byte.
 # (make check leaves it out.)
 # (make test-all runs it.)
-. "$(dirname "$0")/lib.sh"
+. "$(dirname "$0")/../tools/lib.sh"
 need clang
 make_scratch
 cd "$source_dir"

@@ -4,7 +4,7 @@
 # any toolkit. A static table, a function that only a host may call, or a word of CUDA fails here.
 # (make check leaves it out.)
 # (make test-all runs it.)
-. "$(dirname "$0")/lib.sh"
+. "$(dirname "$0")/../tools/lib.sh"
 need clang
 make_scratch
 cd "$source_dir"

@@ -1,12 +1,12 @@
 #!/bin/bash
-# Tests bench/gpu_session.py without a GPU; the driver of tests/fake_cuda stands for one. Its commands exist and take
+# Tests bench/gpu_session.py without a GPU; the driver of tests/cuda/fake stands for one. Its commands exist and take
 # their options. Mistakes are reported in one sentence. A step that fails or never ends does
 # not keep the others from running.
 # (make test-all runs it.)
-. "$(dirname "$0")/lib.sh"
+. "$(dirname "$0")/../tools/lib.sh"
 need python3
 [ -x "$build_dir/halfstep" ] || skip "$build_dir/halfstep is not built"
-fake=$build_dir/tests/fake_cuda
+fake=$build_dir/tests/cuda/fake
 [ -e "$fake/libcuda.so.1" ] || skip "$fake/libcuda.so.1 is not built"
 make_scratch
 cd "$source_dir"

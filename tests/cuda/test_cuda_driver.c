@@ -1,4 +1,4 @@
-/* Tests the CUDA device (src/device/cuda) through a driver without a GPU (fake_cuda/). The fake works asynchronously,
+/* Tests the CUDA device (src/device/cuda) through a driver without a GPU (fake/). The fake works asynchronously,
  * and never on memory that the process may touch. A sixteenth of the cases of tests/golden/hashes.txt must have their
  * hashes (--short: a 61st; --all: all of them). Errors must come back as one code and one sentence. A test must notice
  * what the fake leaves out or mixes up. FAKE_CUDA names another fake, such as the one with the kernels of
@@ -19,7 +19,7 @@
 
 #include "device/cuda/driver/images.h"
 #include "device/cuda/link.h"
-#include "fake_cuda/fake_cuda.h"
+#include "cuda/fake/fake_cuda.h"
 #include "golden_case.h"
 
 /* Replaces the embedded device code. The fake accepts code that begins with "fake". As in a build, each is an xz
@@ -1201,13 +1201,13 @@ int main(int argc, char **argv)
     test_init(argc, argv);
     /* After loading by its path, the name means this library. */
     if (library) snprintf(path, sizeof path, "%s", library);
-    else snprintf(path, sizeof path, "%s/tests/fake_cuda/libcuda.so.1", build ? build : "build");
+    else snprintf(path, sizeof path, "%s/tests/cuda/fake/libcuda.so.1", build ? build : "build");
     driver = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     if (!driver) {
         printf("cannot load %s (set HALFSTEP_BUILD to the build, or FAKE_CUDA to a driver)\n", path);
         return 1;
     }
-    snprintf(path, sizeof path, "%s/tests/fake_cuda/libcublas.so.12", build ? build : "build");
+    snprintf(path, sizeof path, "%s/tests/cuda/fake/libcublas.so.12", build ? build : "build");
     if (!dlopen(path, RTLD_NOW | RTLD_LOCAL)) {
         printf("cannot load %s\n", path);
         return 1;
@@ -1216,7 +1216,7 @@ int main(int argc, char **argv)
     struct fake_cuda_control *(*control)(void);
     memcpy(&control, &symbol, sizeof control);
     fake = control();
-    snprintf(path, sizeof path, "%s/tests/fake_cuda/image", build ? build : "build");
+    snprintf(path, sizeof path, "%s/tests/cuda/fake/image", build ? build : "build");
     setenv("HALFSTEP_CUDA_IMAGE", path, 1);
     setenv("HALFSTEP_DEVICE_CHECK", "never", 1); /* test_device_check has it */
     char *list = test_source_text("tests/golden/hashes.txt");

@@ -17,7 +17,7 @@
 #include "test.h"
 
 #include "device/cuda/code/kernels.h"
-#include "fake_cuda/fake_cuda.h"
+#include "cuda/fake/fake_cuda.h"
 #include "handle/optimizer.h"
 
 static struct fake_cuda_control *fake;
@@ -305,7 +305,7 @@ int main(int argc, char **argv)
     test_init(argc, argv);
     char path[512];
     const char *build = getenv("HALFSTEP_BUILD");
-    snprintf(path, sizeof path, "%s/tests/fake_cuda/libcuda.so.1", build ? build : "build");
+    snprintf(path, sizeof path, "%s/tests/cuda/fake/libcuda.so.1", build ? build : "build");
     setenv("FAKE_CUDA_OPEN", "1", 1); /* the fake is slower when it protects its memory */
     void *driver = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     if (!driver) {
@@ -315,7 +315,7 @@ int main(int argc, char **argv)
     struct fake_cuda_control *(*control)(void);
     *(void **)&control = dlsym(driver, "fake_cuda_control");
     fake = control();
-    snprintf(path, sizeof path, "%s/tests/fake_cuda/image", build ? build : "build");
+    snprintf(path, sizeof path, "%s/tests/cuda/fake/image", build ? build : "build");
     setenv("HALFSTEP_CUDA_IMAGE", path, 1);
     unsetenv("HALFSTEP_DEVICE_CHECK");
     snprintf(cache, sizeof cache, "%s/halfstep-check-XXXXXX", getenv("TMPDIR") ? getenv("TMPDIR") : "/tmp");

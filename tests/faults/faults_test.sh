@@ -1,7 +1,7 @@
 #!/bin/bash
 # Makes calls into the C library fail while the program trains, resumes, compares, generates. Also tests a loss of
 # power, a full disk and two trainers. This is a short choice; `make faults` runs all.
-. "$(dirname "$0")/lib.sh"
+. "$(dirname "$0")/../tools/lib.sh"
 need python3 timeout
 [ -x "$build_dir/halfstep" ] || skip "$build_dir/halfstep is not built"
 [ -e "$build_dir/tests/libfaults.so" ] || skip "$build_dir/tests/libfaults.so is not built"

@@ -9,7 +9,7 @@
  *                                 but not that they are there, as some network file systems do.
  *   HSTEP_FAULT_UNTIL_EXIT=1      ignores allocations after exit(), because gcov's counters are written then.
  *
- * Built by tests/nothing_lost_test.sh: cc -shared -fPIC -o faults.so faults.c */
+ * Built by tests/program/nothing_lost_test.sh: cc -shared -fPIC -o faults.so preload.c */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>

@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 LIST = ROOT / "tests" / "golden" / "abi.txt"
 INCLUDE = "#define HALFSTEP_ADVANCED\n#include <stddef.h>\n#include <stdio.h>\n#include <{}>\n"
 

@@ -1,16 +1,16 @@
 #!/bin/bash
 # Holds the libraries' ABI to tests/golden/abi.txt, which lists it, and that list to the list of the last release (its
 # tag). Lines may be added at any time. A line that changes or goes raises HALFSTEP_ABI and is a release note.
-. "$(dirname "$0")/lib.sh"
+. "$(dirname "$0")/../tools/lib.sh"
 need cc clang python3
 cd "$source_dir"
 make_scratch
 list=tests/golden/abi.txt
 
-python3 tests/abi.py >"$scratch/headers" || fail "tests/abi.py cannot read the headers"
+python3 tests/house/abi.py >"$scratch/headers" || fail "tests/house/abi.py cannot read the headers"
 diff "$list" "$scratch/headers" || fail "the headers differ from $list (>): 'make generate' writes it. A line that changes or
      goes breaks programs that are built already: restore it, or raise HALFSTEP_ABI and say so in CHANGELOG.md"
-python3 tests/abi.py --program >"$scratch/layout.c"
+python3 tests/house/abi.py --program >"$scratch/layout.c"
 cc -std=c11 -Wall -Wextra -Werror -Iinclude "$scratch/layout.c" -o "$scratch/layout" || fail "cc has another layout than clang"
 echo "ok   the headers have the $(wc -l <"$list") lines of $list: $("$scratch/layout")"
 
@@ -21,7 +21,7 @@ if [ -z "$tag" ]; then
     echo "ok   no release to compare with"
 else
     git show "$tag:$list" >"$scratch/old"
-    python3 tests/abi.py --since "$scratch/old" || fail "programs that were built with $tag break: restore these lines, or raise
+    python3 tests/house/abi.py --since "$scratch/old" || fail "programs that were built with $tag break: restore these lines, or raise
      HALFSTEP_ABI and say so in CHANGELOG.md"
     echo "ok   nothing breaks programs that were built with $tag"
 fi
@@ -45,7 +45,7 @@ since() {
     local status=0
     sed -E "$3" "$scratch/small" >"$scratch/new"
     ! cmp -s "$scratch/small" "$scratch/new" || fail "'$3' changes nothing"
-    python3 tests/abi.py --since "$scratch/small" "$scratch/new" >"$scratch/said" || status=$?
+    python3 tests/house/abi.py --since "$scratch/small" "$scratch/new" >"$scratch/said" || status=$?
     [ "$status" = "$1" ] || fail "$2: status $status, not $1: $(cat "$scratch/said")"
 }
 since 0 "a new function" '$a function more library void (void)'

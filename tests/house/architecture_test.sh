@@ -1,7 +1,7 @@
 #!/bin/bash
 # Holds the sources to the order of rooms in docs/architecture.md. A room is a folder of src or tools. No file may
 # include a header of a room further right, or take a symbol from an object there.
-. "$(dirname "$0")/lib.sh"
+. "$(dirname "$0")/../tools/lib.sh"
 need nm python3
 cd "$source_dir"
 objects=$build_dir/CMakeFiles

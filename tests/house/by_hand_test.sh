@@ -2,7 +2,7 @@
 # Checks that the line of docs/c.md for building the core library without a build system works as printed.
 # (make check leaves it out.)
 # (make test-all runs it.)
-. "$(dirname "$0")/lib.sh"
+. "$(dirname "$0")/../tools/lib.sh"
 need cc
 make_scratch
 line=$(sed -n 's/^ *\$\{0,1\} *\(cc .*find src .*\)$/\1/p' "$source_dir/docs/c.md" | head -1)

@@ -3,7 +3,7 @@
 # Git changes no line ends there, even with core.autocrlf.
 # (make check leaves it out.)
 # (make test-all runs it.)
-. "$(dirname "$0")/lib.sh"
+. "$(dirname "$0")/../tools/lib.sh"
 need git cmake cc tar
 git -C "$source_dir" rev-parse --git-dir >/dev/null 2>&1 || skip "$source_dir is no checkout"
 make_scratch

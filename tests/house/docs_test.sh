@@ -3,7 +3,7 @@
 # docs/guides/c-trainer.md. Checks that links of pages for C lead to files of a checkout. Checks that every rule and
 # storage format of the tables is where users look for it: the defaults in docs/differences.md, the formats in
 # docs/choosing.md, their bytes in docs/formats.md. (scripts/generate.py makes the lists of rules and classes.)
-. "$(dirname "$0")/lib.sh"
+. "$(dirname "$0")/../tools/lib.sh"
 cd "$source_dir"
 failures=0
 

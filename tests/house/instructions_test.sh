@@ -2,7 +2,7 @@
 # Detects losses of speed without being disturbed by a busy machine. No row may need more instructions than its budget
 # in bench/instructions.csv (`make budgets` records them). The counter itself is compared with the processor's own
 # single steps, and the check with budgets lowered by hand.
-. "$(dirname "$0")/lib.sh"
+. "$(dirname "$0")/../tools/lib.sh"
 need python3 cc objdump readelf
 cache=$build_dir/CMakeCache.txt
 [ -e "$build_dir/libhalfstep.so" ] && [ -e "$cache" ] || fail "$build_dir/libhalfstep.so is not built"

@@ -4,7 +4,7 @@
 # nothing else. Rows anywhere in the tables neither remove nor change a promised case.
 # (make check leaves it out.)
 # (make test-all runs it.)
-. "$(dirname "$0")/lib.sh"
+. "$(dirname "$0")/../tools/lib.sh"
 need cc
 make_scratch
 cp -r "$source_dir/src" "$source_dir/include" "$scratch"

@@ -1,7 +1,7 @@
 #!/bin/bash
 # Checks that the core library stays small enough for wheels: under 4 MB without symbols. It needs only libc, libm and
 # their kin.
-. "$(dirname "$0")/lib.sh"
+. "$(dirname "$0")/../tools/lib.sh"
 need strip readelf
 make_scratch
 strip -o "$scratch/lib.so" "$build_dir/libhalfstep.so"

@@ -1,7 +1,7 @@
 #!/bin/bash
 # Checks rules of the sources beside the order of rooms (architecture_test.sh): where hardware may be named, which
 # symbols are exported, which functions are never called.
-. "$(dirname "$0")/lib.sh"
+. "$(dirname "$0")/../tools/lib.sh"
 need cc nm
 cd "$source_dir"
 [ -e "$build_dir/libhalfstep.so" ] || fail "$build_dir/libhalfstep.so is not built"
@@ -57,7 +57,7 @@ for file in $(git ls-files '*.c' '*.h' '*.py' 2>/dev/null | except '^(include|te
 done
 judge "files over 500 lines say why" "$lengths"
 
-# Folders may have any name, and a clone any setting of line ends. tests/checkout_test.sh builds there.
+# Folders may have any name, and a clone any setting of line ends. tests/house/checkout_test.sh builds there.
 judge "custom commands are quoted for the shell (VERBATIM)" "$(awk '
     /add_custom_(command|target)\(/ { text = ""; depth = 0; line = FNR }
     line { text = text $0; depth += gsub(/\(/, "(") - gsub(/\)/, ")") }

@@ -2,7 +2,7 @@
 # Kills examples/resume.c at random instants and starts it again. It must end with the bits of a run that was never
 # stopped. So must examples/train.cpp, by two compilers, and examples/halfstep.rs, each from a checkpoint of another.
 # resume_test.sh [SEED]: the same seed gives the same instants.
-. "$(dirname "$0")/lib.sh"
+. "$(dirname "$0")/../tools/lib.sh"
 need cc
 [ -e "$build_dir/libhalfstep_io.so" ] || skip "halfstep_io is not built"
 make_scratch

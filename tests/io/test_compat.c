@@ -29,7 +29,7 @@ static int count;
 static void add(int64_t rows, const char *rule, const char *weight, const char *states)
 {
     if (count == MOST) {
-        printf("FAIL MOST of tests/test_compat.c is too small\n");
+        printf("FAIL MOST of tests/io/test_compat.c is too small\n");
         exit(1);
     }
     struct member *m = &members[count++];

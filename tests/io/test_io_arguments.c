@@ -245,7 +245,7 @@ static void test_null(void)
         halfstep_close_checkpoint(NULL);
     }
     TEST("every public function of halfstep_io that takes a pointer is in this file") {
-        int functions = test_calls_all("include/halfstep_io.h", "tests/test_io_arguments.c");
+        int functions = test_calls_all("include/halfstep_io.h", "tests/io/test_io_arguments.c");
         CHECK(functions > 30, "the header shows %d functions only", functions);
     }
 }

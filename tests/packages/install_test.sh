@@ -2,8 +2,8 @@
 # Checks an installed tree that was moved: it serves find_package and pkg-config, shared and static, and its program
 # runs. all: checks in its place another project of CMake that takes this one in.
 # (make check leaves it out.)
-# (make test-all runs "tests/install_test.sh all" too.)
-. "$(dirname "$0")/lib.sh"
+# (make test-all runs "tests/packages/install_test.sh all" too.)
+. "$(dirname "$0")/../tools/lib.sh"
 need cmake cc make pkg-config
 make_scratch
 

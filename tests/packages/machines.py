@@ -22,7 +22,7 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 NOBODY = "65534"
 
 ISA_OF_ONEDNN = (
@@ -218,7 +218,7 @@ class Setting:
             command = [
                 "bash",
                 "-c",
-                f"{build} && bash tests/python_package.sh && exec {' '.join(command)}",
+                f"{build} && bash tests/packages/python_package.sh && exec {' '.join(command)}",
             ]
         log = self.folder / f"{self.name}.log"
         with open(log, "w", encoding="utf-8") as file:

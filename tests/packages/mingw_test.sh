@@ -2,7 +2,7 @@
 # Checks that the core compiles and links for 64-bit Windows: no symbol is missing when every object is in one program.
 # (make check leaves it out.)
 # (make test-all runs it.)
-. "$(dirname "$0")/lib.sh"
+. "$(dirname "$0")/../tools/lib.sh"
 need cmake x86_64-w64-mingw32-gcc
 make_scratch
 folder=$build_dir/mingw

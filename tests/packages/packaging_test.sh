@@ -1,7 +1,7 @@
 #!/bin/bash
 # Tests what packages are made and checked with: lists of Python packages have hashes, nothing is downloaded in another way, and
 # packaging/check.py refuses wheels that are broken. (make check leaves it out)
-. "$(dirname "$0")/lib.sh"
+. "$(dirname "$0")/../tools/lib.sh"
 need git python3
 cd "$source_dir"
 make_scratch
@@ -19,7 +19,7 @@ unpinned() {
         { for (i = 1; i <= NF; i++) hashes += $i ~ /^--hash=sha256:[0-9a-f]+$/ && length($i) == 78 }
         END { finish() }' "$@"
 }
-mapfile -t lists < <(git ls-files '*requirements*.txt' 'scripts/pins/*.txt' 'tests/matrix/*.txt')
+mapfile -t lists < <(git ls-files '*requirements*.txt' 'scripts/pins/*.txt' 'tests/packages/matrix/*.txt')
 [ ${#lists[@]} -ge 8 ] || fail "found only the lists ${lists[*]}"
 found=$(unpinned "${lists[@]}")
 [ -z "$found" ] || fail "$found; scripts/pins.sh writes hashes"
@@ -56,8 +56,8 @@ downloads() {
 # Files that fetch on purpose, each with its reason.
 purpose='^(
 packaging/try\.sh|         what the pip of a user does, with the newest torch
-tests/packaging_test\.sh|   its own patterns
-(scripts/pins\.sh|tests/matrix/pin\.py)|  hashes of what they fetch go into lists
+tests/packages/packaging_test\.sh|   its own patterns
+(scripts/pins\.sh|tests/packages/matrix/pin\.py)|  hashes of what they fetch go into lists
 scripts/venv\.sh|            tested below
 bench/install\.py|           its measure
 tests/python/test_(files_of_others|integrations|publishing)\.py|  error texts that say what to install
@@ -108,4 +108,4 @@ fi
 
 python=$build_dir/venv/bin/python
 [ -x "$python" ] || skip "there is no environment of Python (ctest -R python_package says why)"
-"$python" tests/packaging/broken_wheels.py --library "$build_dir"
+"$python" tests/packages/broken_wheels.py --library "$build_dir"

@@ -3,8 +3,8 @@
 # both is checked. The wheel takes the library that is already built, and is installed into the virtual environment of
 # the Python tests. With the argument `sdist`, the library is compiled from the sdist instead, which brings device code,
 # and the wheel is installed into a folder of its own.
-# (make test-all runs "tests/python_package.sh sdist" too.)
-. "$(dirname "$0")/lib.sh"
+# (make test-all runs "tests/packages/python_package.sh sdist" too.)
+. "$(dirname "$0")/../tools/lib.sh"
 need python3 cmake readelf
 mode=${1:-prebuilt}
 make_scratch

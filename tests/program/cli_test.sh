@@ -1,7 +1,7 @@
 #!/bin/bash
 # Tests the program as scripts and people use it: usage errors, help, JSON, resuming bit for bit, signals, kills.
-# (make test-all runs "tests/cli_test.sh all" too.)
-. "$(dirname "$0")/lib.sh"
+# (make test-all runs "tests/program/cli_test.sh all" too.)
+. "$(dirname "$0")/../tools/lib.sh"
 need python3 timeout
 halfstep=$build_dir/halfstep
 [ -x "$halfstep" ] || skip "$halfstep is not built"

@@ -1,6 +1,6 @@
 #!/bin/bash
 # Tests halfstep compare lm from the outside: its files, its numbers, its errors. (make check leaves it out)
-. "$(dirname "$0")/lib.sh"
+. "$(dirname "$0")/../tools/lib.sh"
 halfstep=$build_dir/halfstep
 [ -x "$halfstep" ] || skip "$halfstep is not built"
 need python3

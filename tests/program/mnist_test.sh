@@ -1,6 +1,6 @@
 #!/bin/bash
 # Tests halfstep train mnist and compare mnist from the outside: what they learn, their JSON and files, their errors.
-. "$(dirname "$0")/lib.sh"
+. "$(dirname "$0")/../tools/lib.sh"
 halfstep=$build_dir/halfstep
 [ -x "$halfstep" ] || skip "$halfstep is not built"
 need python3

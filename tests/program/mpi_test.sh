@@ -3,8 +3,8 @@
 # that die, or that do not belong together, are named. A checkpoint goes on with any number of ranks. `mpi_test.sh all`
 # takes every recipe on 1 to 4 ranks and kills more of them. `mpi_test.sh long [KILLS]` (make faults) does so on longer
 # text, with 50 kills.
-# (make test-all runs "tests/mpi_test.sh all" too.)
-. "$(dirname "$0")/lib.sh"
+# (make test-all runs "tests/program/mpi_test.sh all" too.)
+. "$(dirname "$0")/../tools/lib.sh"
 need mpirun flock pgrep
 # mpirun itself dies of SIGPIPE if a rank has ended before mpirun writes to it.
 trap '' PIPE
@@ -22,7 +22,7 @@ cd "$scratch"
 program=./halfstep
 export LD_LIBRARY_PATH=$build_dir${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 
-. "$source_dir/tests/mpi.sh"
+. "$source_dir/tests/program/mpi.sh"
 
 ranks() { timeout 300 mpirun -n "$1" "$program" train lm "${@:2}"; }
 field() { sed -nE "s/^ *\"$1\": \"?([^\",]*)\"?,?$/\1/p" "$2" | head -1; }

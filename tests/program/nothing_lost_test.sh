@@ -1,7 +1,7 @@
 #!/bin/bash
 # Tests the trainer's promises about work. A run that ends well has left a checkpoint that loads. Nothing that existed
 # before is lost, and every failure on the way is reported. Arguments: the names of tests; none: all.
-. "$(dirname "$0")/lib.sh"
+. "$(dirname "$0")/../tools/lib.sh"
 need python3 timeout cc
 halfstep=$build_dir/halfstep
 [ -x "$halfstep" ] || skip "$halfstep is not built"
@@ -51,7 +51,7 @@ faults() {
     [ "$count" -gt 10 ] || bad "$*: only $count allocations of \"$1\" can fail"
 }
 # Each test preloads ../faults.so, because the loader takes a blank or a colon in an absolute path for the end of a name.
-cc -shared -fPIC -O1 -o "$scratch/faults.so" "$source_dir/tests/preload/faults.c" || skip "no library can be preloaded here"
+cc -shared -fPIC -O1 -o "$scratch/faults.so" "$source_dir/tests/faults/preload.c" || skip "no library can be preloaded here"
 
 # ---- Memory ----
 
@@ -458,7 +458,7 @@ names_that_json_cannot_hold() {
 # ---- All of them ----
 
 names=("$@")
-[ $# -gt 0 ] || mapfile -t names < <(sed -nE 's/^([a-z_0-9]+)\(\) \{$/\1/p' "$source_dir/tests/nothing_lost_test.sh" |
+[ $# -gt 0 ] || mapfile -t names < <(sed -nE 's/^([a-z_0-9]+)\(\) \{$/\1/p' "$source_dir/tests/program/nothing_lost_test.sh" |
     grep -vxE 'bad|refused|wait_for|with_fault|faults|start|make_digits')
 passed=0
 failed=0

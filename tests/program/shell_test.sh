@@ -1,7 +1,7 @@
 #!/bin/bash
 # Tests completion and the manual page, which are made of the tables that --help prints. Every option is there, and bash
 # offers what the program takes.
-. "$(dirname "$0")/lib.sh"
+. "$(dirname "$0")/../tools/lib.sh"
 halfstep=$build_dir/halfstep
 [ -x "$halfstep" ] || skip "$halfstep is not built"
 make_scratch

@@ -5,7 +5,7 @@
 # FOLDER/branches.txt and FOLDER/lines.txt list what was not reached; docs/reliability.md says why.
 set -eu
 folder=$1 jobs=$2
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 bash scripts/build.sh "$folder" "$jobs" -DCMAKE_BUILD_TYPE=None -DHALFSTEP_TESTS=ON -DHALFSTEP_SHORT_TESTS=ON \
     -DCMAKE_C_FLAGS="-O1 -g --coverage -fprofile-abs-path -fprofile-update=atomic -DHSTEP_COVERAGE=1"
 find "$folder" -name '*.gcda' -delete

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Puts defects into the Python package, one at a time, and shows that the test for each fails.
 
-    tests/defects.py [WORD...]    those whose line has all words; in the build folder of `make test`
+    defects.py [WORD...]    those whose line has all words; in the build folder of `make test`
 
 These tests once judged something beside the package, such as what torch's products keep on some
 processors. A bound that is made wider must still see the defect that it is for.
@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUILD = pathlib.Path(os.environ.get("HALFSTEP_BUILD", ROOT / "build"))
 ONE_LAYER = "test_nn.py::test_forward_and_backward_decode_one_layer_at_a_time"
 

@@ -1,6 +1,6 @@
 # Sourced by the test scripts. Says where things are, and what happens if something is absent.
 set -eu
-source_dir=${HALFSTEP_SOURCE:-$(cd "$(dirname "$0")/.." && pwd)}
+source_dir=${HALFSTEP_SOURCE:-$(cd "$(dirname "$0")/../.." && pwd)}
 build_dir=${HALFSTEP_BUILD:-$source_dir/build}
 # A make that runs this script must not pass its job server to the builds in here.
 unset MAKEFLAGS MFLAGS MAKELEVEL

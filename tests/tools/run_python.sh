@@ -1,5 +1,5 @@
 #!/bin/bash
-# run_python.sh [all | ARGUMENT...]: runs the Python tests with pytest, one process a core, in the environment of tests/python_package.sh.
+# run_python.sh [all | ARGUMENT...]: runs the Python tests with pytest, one process a core, in the environment of tests/packages/python_package.sh.
 # Without an argument it runs what `make test` runs. `all` runs the rest, which is marked "all" and left to `make test-all`.
 # Other arguments go to pytest: run_python.sh tests/python/test_ema.py, or run_python.sh tests/python/test_ema.py::test_copies.
 user_locale=${LC_ALL-}

@@ -1,8 +1,8 @@
 """Prints the list of an environment of scripts/matrix.sh. It has what this Python's pip takes from
 the index for a torch and other packages, all pinned with hashes.
 
-    python3.9 tests/matrix/pin.py torch==2.6.0 pytest numpy safetensors \
-        >tests/matrix/torch-2.6.0-python-3.9.txt
+    python3.9 tests/packages/matrix/pin.py torch==2.6.0 pytest numpy safetensors \
+        >tests/packages/matrix/torch-2.6.0-python-3.9.txt
 """
 
 import json
@@ -19,7 +19,7 @@ report = subprocess.run(
     stdout=subprocess.PIPE,
     check=True,
 )
-print("# Written by tests/matrix/pin.py", *wanted)
+print("# Written by tests/packages/matrix/pin.py", *wanted)
 for item in json.loads(report.stdout)["install"]:
     about, digest = item["metadata"], item["download_info"]["archive_info"]["hash"]
     print(f"{about['name']}=={about['version']} \\\n    --hash={digest.replace('=', ':')}")

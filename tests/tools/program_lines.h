@@ -19,8 +19,8 @@ static void demand(int condition, const char *what)
     exit(1);
 }
 
-#include "../fuzz/files.h"
-#include "../fuzz/program.h"
+#include "fuzz/files.h"
+#include "fuzz/program.h"
 
 static char printed[1 << 17];
 
