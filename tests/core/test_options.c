@@ -551,6 +551,84 @@ static void test_words(void)
     }
 }
 
+/* ---- I-13: centralizing ------------------------------------------------------------------------------------------ */
+
+static void test_centralizing(void)
+{
+    TEST("I-13 centralizing leaves scalars and vectors alone, and takes the mean of a row where there is one") {
+        for (int ndim = 0; ndim <= 2; ndim++) {
+            double mean[2];
+            for (int centralize = 0; centralize < 2; centralize++) {
+                struct one t;
+                one_open(&t, "sgd/f32", ndim, ndim == 2 ? 4 : ndim ? 64 : 1, ndim == 2 ? 16 : 1, "f32");
+                one_hyper(&t, "lr", 1);
+                one_hyper(&t, "centralize", centralize);
+                one_start(&t);
+                for (int64_t i = 0; i < t.n; i++) t.room[i] = (float)(i % 16) - 3;
+                one_write(&t, GRADIENT, t.room);
+                MUST(one_step(&t));
+                mean[centralize] = one_mean(&t, WEIGHT);
+                one_close(&t);
+            }
+            CHECK(ndim == 2 ? fabs(mean[0] + 4.5) < 1e-6 && fabs(mean[1]) < 1e-6 : mean[0] == mean[1],
+                  "%d dimensions: %g, %g", ndim, mean[0], mean[1]);
+        }
+    }
+}
+
+/* ---- I-39: learning rates of groups ------------------------------------------------------------------------------ */
+
+static void test_groups(void)
+{
+    TEST("I-8, I-39 each group has its own lr, schedule and reference, whatever the order of calls") {
+        static const double rates[] = {1e-3, 1e-1, 3e-2};
+        halfstep_optimizer *o = new_optimizer("adamw/f32", 1, 0);
+        int32_t group = 0;
+        float w[3][32], g[32] = {0};
+        for (int i = 0; i < 3; i++) {
+            if (i) MUST(halfstep_add_group(o, "adamw/f32", &group));
+            ADD_TENSOR(o, .group = group, .name = (const char *const[]){"first", "middle", "last"}[i], .ndim = 2,
+                       .rows = 1, .row_length = 32, .gradient = "f32");
+        }
+        MUST(halfstep_allocate_states(o));
+        for (int i = 2; i >= 0; i--) {
+            MUST(halfstep_set_hyper(o, i, "lr", rates[i]));
+            MUST(halfstep_set_hyper(o, i, "weight_decay", 0x1p-10));
+            MUST(halfstep_set_choice(o, i, "decay", "fully-decoupled"));
+            MUST(halfstep_set_choice(o, i, "schedule", "cosine"));
+            MUST(halfstep_set_hyper(o, i, "total_steps", 100));
+            for (int j = 0; j < 32; j++) w[i][j] = 1;
+        }
+        void *weights[3] = {w[0], w[1], w[2]};
+        const void *gradients[3] = {g, g, g};
+        double left = 1;
+        for (int k = 0; k < 60; k++) {
+            double factor;
+            MUST(halfstep_schedule_factor("cosine", (uint64_t)k, 0, 100, 0, 0, 0, &factor));
+            left *= 1 - factor * 0x1p-10;
+            for (int i = 0; i < 3; i++) {
+                double lr;
+                MUST(halfstep_current_lr(o, i, &lr));
+                CHECK(lr == rates[i] * factor, "group %d has lr %g in step %d, expected %g", i, lr, k,
+                      rates[i] * factor);
+            }
+            MUST(halfstep_step(o, weights, gradients));
+            for (int i = 0; k == 0 && i < 3; i++) CHECK(w[i][0] == 1 - 0x1p-10f, "group %d is at %.9g", i, w[i][0]);
+        }
+        /* If the constructor's lr were the reference, decay would be 1, 100 and 30 times that. */
+        for (int i = 0; i < 3; i++)
+            CHECK(fabs((double)w[i][5] - left) < 1e-5, "group %d is at %g, expected %g", i, w[i][5], left);
+        for (int i = 0; i < 3; i++) {
+            MUST(halfstep_set_choice(o, i, "schedule", "constant"));
+            MUST(halfstep_set_hyper(o, i, "lr", rates[i] / 2));
+            for (int j = 0; j < 32; j++) w[i][j] = 1;
+        }
+        MUST(halfstep_step(o, weights, gradients));
+        for (int i = 0; i < 3; i++) CHECK(w[i][0] == 1 - 0x1p-11f, "half the lr: group %d is at %.9g", i, w[i][0]);
+        halfstep_destroy(o);
+    }
+}
+
 int main(int argc, char **argv)
 {
     test_init(argc, argv);
@@ -560,5 +638,7 @@ int main(int argc, char **argv)
     test_reference();
     test_too_large();
     test_words();
+    test_centralizing();
+    test_groups();
     return test_done();
 }

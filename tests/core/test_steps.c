@@ -594,6 +594,88 @@ static void test_missing(void)
     }
 }
 
+/* ---- I-10: micro-steps ------------------------------------------------------------------------------------------- */
+
+static void test_micro_counts(void)
+{
+    TEST("I-10 lookahead counts full steps, also where the accumulation count shares a factor with k") {
+        static const int counts[][2] = {{6, 4}, {6, 3}, {2, 4}, {6, 1}};
+        for (int c = 0; c < 4; c++) {
+            struct one t;
+            int k = counts[c][0], micro = counts[c][1], wrong = 0;
+            one_open(&t, "ranger/f32", 2, 1, 64, "f32");
+            one_hyper(&t, "k", k);
+            one_hyper(&t, "lr", 1e-2);
+            one_start(&t);
+            one_fill(&t, WEIGHT, 1);
+            double slow = 1;
+            for (int full = 1; full <= 3 * k; full++) {
+                const void *gradients[1] = {t.gradient};
+                one_fill(&t, GRADIENT, 1);
+                for (int i = 1; i < micro; i++) MUST(accumulate_states(t.o, gradients));
+                MUST(one_step(&t));
+                double now = one_mean(&t, STATE + 2);
+                CHECK((now != slow) == (full % k == 0), "k %d, %d gradients a step: the slow weights %s in step %d", k,
+                      micro, now != slow ? "moved" : "stayed", full);
+                CHECK(full % k || now == one_mean(&t, WEIGHT), "the fast weights are not the slow ones");
+                slow = now;
+                /* The peer counts every gradient. */
+                wrong += (full % k == 0) != (full * micro % k == 0);
+            }
+            CHECK((wrong > 0) == (micro > 1 || k == 2), "the counter-check agrees (%d gradients a step, k %d)", micro,
+                  k);
+            one_close(&t);
+        }
+    }
+}
+
+/* ---- I-7, I-8, I-9, and counters --------------------------------------------------------------------------------- */
+
+static void test_counters(void)
+{
+    TEST("I-7 a first gradient that comes late is debiased by the tensor's own step count") {
+        halfstep_optimizer *o = new_optimizer("adamw/f32/f32", 1, 0);
+        float w[2][64] = {{0}}, g[2][64];
+        MUST(halfstep_set_hyper(o, 0, "lr", 0.5));
+        MUST(halfstep_set_hyper(o, 0, "weight_decay", 0));
+        for (int i = 0; i < 2; i++)
+            ADD_TENSOR(o, .name = i ? "late" : "early", .ndim = 2, .rows = 1, .row_length = 64, .gradient = "f32");
+        MUST(halfstep_allocate_states(o));
+        for (int i = 0; i < 64; i++) g[0][i] = 1, g[1][i] = -3;
+        void *weights[2] = {w[0], w[1]};
+        const void *gradients[2] = {g[0], NULL};
+        for (int k = 0; k < 1000; k++) MUST(halfstep_step(o, weights, gradients));
+        CHECK(w[1][0] == 0, "a NULL gradient moved its tensor");
+        gradients[1] = g[1];
+        MUST(halfstep_step(o, weights, gradients));
+        CHECK(fabsf(w[1][63] - 0.5f) < 1e-5f, "the late tensor moved by %g, not by lr = 0.5", w[1][63]);
+        halfstep_record c = counters_of(o, 1);
+        CHECK(c.state_steps == 1 && c.full_steps == 1, "the late tensor counts %d", (int)c.state_steps);
+        /* Counter-check: the peers use the group's count for both corrections. Same numbers. */
+        double peer = 0.5 * (0.1 / (1 - pow(0.9, 1001))) / (sqrt(0.001) / sqrt(1 - pow(0.999, 1001)));
+        CHECK(fabs(peer - 0.5) > 0.3, "the counter-check agrees");
+        halfstep_destroy(o);
+    }
+    TEST("I-9 lr * decay = 1 decays all, and scalars are stepped under every weight format") {
+        for (int32_t row = 0; row < halfstep_format_count(); row++) {
+            const char *format = format_for(row, HALFSTEP_ROLE_WEIGHT);
+            if (!format) continue;
+            struct one t;
+            const char *recipe = text_of("adamw/%s", format);
+            one_with(&t, recipe, 2, 2, 40, "f32", 0.5, 2);
+            one_fill(&t, WEIGHT, 3.0f);
+            MUST(one_step(&t));
+            CHECK(one_mean(&t, WEIGHT) == 0, "%s: full decay leaves %g", format, one_mean(&t, WEIGHT));
+            one_close(&t);
+            one_with(&t, recipe, 0, 1, 1, "f32", 0.5, 0);
+            one_fill(&t, GRADIENT, 1.0f);
+            MUST(one_step(&t));
+            CHECK(fabs(one_mean(&t, WEIGHT) + 0.5) < 0.004, "%s: the scalar is %g", format, one_mean(&t, WEIGHT));
+            one_close(&t);
+        }
+    }
+}
+
 int main(int argc, char **argv)
 {
     test_init(argc, argv);
@@ -604,5 +686,7 @@ int main(int argc, char **argv)
     test_missing();
     test_orders();
     test_large_gradients();
+    test_micro_counts();
+    test_counters();
     return test_done();
 }

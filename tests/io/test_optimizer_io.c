@@ -72,7 +72,7 @@ static double local_strtod(const char *text, char **end)
     return value;
 }
 
-/* test_io.c tests that written files survive a loss of power. */
+/* test_checkpoints.c tests that written files survive a loss of power. */
 static int quick_fsync(int fd)
 {
     (void)fd;
