@@ -45,7 +45,7 @@ static int program(const char *line)
 
 /* Makes a file that keeps the states of two tensors, after two steps. The second tensor has a group of its own, with
  * `second` for its recipe. */
-static void put_store(const char *name, const char *first, const char *second)
+static inline void put_store(const char *name, const char *first, const char *second)
 {
     static uint16_t weight[2][64 * 128];
     static float gradient[64 * 128];
@@ -80,7 +80,7 @@ static const char *const names[] = {"trainer.json", "config.json", "optimizer.sa
 
 /* Saves the checkpoint `from` again as `to`, with one file changed and valid checksums. The first `old` in the file
  * becomes `new`; if `old` is NULL the file is left out. */
-static void forge(const char *from, const char *to, const char *changed, const char *old, const char *new)
+static inline void forge(const char *from, const char *to, const char *changed, const char *old, const char *new)
 {
     static uint8_t data[1 << 18];
     char error[600], path[300];
