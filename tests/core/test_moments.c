@@ -1,6 +1,7 @@
-/* Tests what each format of states makes of moments: steep blocks, falling gradients, small tensors, values that are not
- * finite. docs/differences.md lists the defects of other optimizers (I-1, I-2 ...). Each test passes here and fails with the peer's way, which runs beside it as a counter-check where that is cheap.
- * Over 500 lines because its experiments share one table of bounds. Runs are short unless --all is given.
+/* Tests what each format of states makes of moments: steep blocks, falling gradients, small tensors, values that are
+ * not finite. docs/differences.md lists the defects of other optimizers (I-1, I-2 ...). Each test passes here and
+ * fails with the peer's way, which runs beside it as a counter-check where that is cheap. Over 500 lines because its
+ * experiments share one table of bounds. Runs are short unless --all is given.
  * Not for an emulator. */
 #define HALFSTEP_ADVANCED
 

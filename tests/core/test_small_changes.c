@@ -1,4 +1,4 @@
-/* Tests that small changes of weights of 16 and 8 bits are realised, and what else a weight format keeps. 
+/* Tests that small changes of weights of 16 and 8 bits are realised, and what else a weight format keeps.
  * docs/differences.md lists the defects of other optimizers (I-1, I-2 ...). Each test passes here and fails with the
  * peer's way, which runs beside it as a counter-check where that is cheap. Runs are short unless --all is given.
  * Not for an emulator. */

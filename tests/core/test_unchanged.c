@@ -1,7 +1,6 @@
 /* Tests steps that must not change a bit: without gradients, with a change of zero, refused for one gradient.
  * docs/differences.md lists the defects of other optimizers (I-1, I-2 ...). Each test passes here and fails with the
- * peer's way, which runs beside it as a counter-check where that is cheap.
- * Runs are short unless --all is given.
+ * peer's way, which runs beside it as a counter-check where that is cheap. Runs are short unless --all is given.
  * Not for an emulator. */
 #define HALFSTEP_ADVANCED
 
