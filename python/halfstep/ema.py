@@ -71,13 +71,13 @@ class _Averages(Optimizer):
 
     rule, _placement, _weights_asked = "ema", _Followed, False
 
-    def _make_parts(self):
-        super()._make_parts()
-        self._parts.residuals.words = lambda name, *_: (
-            f"the average {name!r} was written, but not by update_parameters(). The residual kept"
-            " beside it was dropped, because it belonged to the old average. This warning is given"
-            " once"
-        )
+
+def _dropped(name, *_):
+    """Returns the warning about an average that somebody else wrote."""
+    return (
+        f"the average {name!r} was written, but not by update_parameters(). The residual kept"
+        " beside it was dropped, because it belonged to the old average. This warning is given once"
+    )
 
 
 def _can_be_averaged(tensor):
@@ -285,7 +285,7 @@ class EMA(torch.nn.Module):
             self._optimizer = _Averages(
                 [{"params": []}], start, weights=self._weights, seed=random[0]
             )
-            self._known = None
+            self._known, self._optimizer._parts.residuals.words = None, _dropped
         parts, group = self._optimizer._parts, self._optimizer.param_groups[0]
         counts = int(self.n_averaged), int(self.counters[0])
         held = [id(tensor) for _, tensor in averages] + [id(extra) for extra in extras.values()]
@@ -394,7 +394,7 @@ class EMA(torch.nn.Module):
         parts.options.scan, parts.options.threads = self.scan, self.threads
         parts.placement.lives = lives
         try:
-            ready = parts.updates.prepare(None)
+            ready = parts.steps.ready()
             engine = ready.engine
             for m in engine.members:
                 extra = lives[m.p][2]
@@ -410,7 +410,7 @@ class EMA(torch.nn.Module):
             self._refuse(calls.nonfinite_tensor(handle)[0])
             return
         engine.check(code, handle)
-        parts.updates._land(engine, ready.back, ready.stepped)
+        parts.steps.land(engine, ready.back, ready.stepped)
         for name, ours, theirs in others:
             blend = self.use_buffers and not first and name not in self._copied
             # AveragedModel does this with whole numbers, too.
