@@ -2,7 +2,7 @@
 
 from .._library import calls
 from .._tensors.sharding import local
-from .._tensors.torch_private import warn
+from .._tensors.torch_public import warn
 
 
 class Refusals:

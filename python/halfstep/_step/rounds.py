@@ -3,8 +3,8 @@
 import torch
 
 from .._tensors.parameters import follow_gradients, take_over
-from .._tensors.torch_private import no_dynamo
-from .release import OPTIMIZER, Rounds, current_pass, watch_scalers
+from .._tensors.torch_private import backward_pass, gradient_hooks, no_dynamo
+from .release import OPTIMIZER, Rounds, watch_scalers
 
 
 class Release:
@@ -35,7 +35,7 @@ class Release:
     def has(self, p):
         """Returns False for a parameter that was removed from the groups since its hook was put.
         Its gradient stays, as torch's optimizers leave it."""
-        now = current_pass()
+        now = backward_pass()
         if now in (None, -1) or now != self._pass:
             self._ids, self._pass = set(map(id, self.groups.params())), now
         return id(p) in self._ids
@@ -44,7 +44,7 @@ class Release:
         """Takes the complete gradient of a parameter. Returns True if a step is still to be
         made."""
         if not self.has(p):
-            hooks = [h for h in self.hooks if h.hooks_dict_ref() is p._post_accumulate_grad_hooks]
+            hooks = [h for h in self.hooks if h.hooks_dict_ref() is gradient_hooks(p)]
             for hook in hooks:
                 hook.remove()
             self.discard(hooks)

@@ -5,7 +5,7 @@ import torch
 from .._ranks import agreement
 from .._states import empty
 from .._tensors import sharding
-from .._tensors.torch_private import warn
+from .._tensors.torch_public import warn
 from .updates import Scaler
 
 

@@ -9,7 +9,7 @@ from .._states import empty
 from .._states.members import Member
 from .._tensors import devices
 from .._tensors.sharding import local, stored
-from .._tensors.torch_private import increment_versions
+from .._tensors.torch_public import increment_versions
 from .gather import Gathered
 
 
