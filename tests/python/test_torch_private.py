@@ -179,10 +179,8 @@ def test_comments_are_true_of_this_torch(name, file, version):
 
 
 def test_versions_are_those_of_the_matrix():
-    found = {
-        path.name.split("-")[1]
-        for path in Path(__file__).parents[1].joinpath("matrix").glob("torch-*.txt")
-    }
+    lists = Path(__file__).parents[1].joinpath("packages/matrix").glob("torch-*.txt")
+    found = {path.name.split("-")[1] for path in lists}
     found = sorted(tuple(map(int, version.split(".")[:2])) for version in found)
     assert {version for _, _, version in since()} <= set(found)
     ends = [".".join(map(str, version)) for version in (found[0], found[-1])]

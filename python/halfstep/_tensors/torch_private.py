@@ -1,7 +1,7 @@
 """The private names of torch: one function for each, through which this package uses them.
 
 A comment names them as `name` in the file of torch that it answers to, since the first torch of
-tests/matrix that has them there. All were seen up to torch 2.15. A name that is gone is an
+tests/packages/matrix that has them there. All were seen up to torch 2.15. A name that is gone is an
 ImportError of one sentence where it is needed. Comments say if something else happens instead.
 tests/python/test_torch_private.py holds this, and finds such names in other modules.
 """
@@ -204,8 +204,9 @@ def is_cut(buffer):
 
 def parts_of(buffer):
     """Yields name, elements and start of each parameter in an FSDP1 buffer that is cut. The start
-    is where the part here begins, or None if no part is here. `_fqns`, `_numels` and `_shard_param_infos`
-    in torch/distributed/fsdp/_flat_param.py since 2.2, and in flat_param.py of torch 2.1."""
+    is where the part here begins, or None if no part is here. `_fqns`, `_numels` and
+    `_shard_param_infos` in torch/distributed/fsdp/_flat_param.py since 2.2, and in flat_param.py of
+    torch 2.1."""
     names = ("_fqns", "_numels", "_shard_param_infos")
     for fqn, numel, info in zip(*(_need(buffer, name, _FLAT) for name in names)):
         yield fqn, numel, (info.intra_param_start_idx or 0) if info.in_shard else None
