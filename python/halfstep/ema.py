@@ -20,7 +20,7 @@ from ._states import layout
 from ._states.convert import Codec
 from ._states.handles import Handle, seed_of
 from ._states.watch import Watch, clear_rows, version
-from ._tensors import devices, sharding
+from ._tensors import devices, sharding, torch_private
 from ._tensors.parameters import (
     DTYPES,
     PLAIN,
@@ -31,7 +31,8 @@ from ._tensors.parameters import (
     stored_dtype,
     weight_format,
 )
-from ._tensors.torch_private import increment_versions, no_dynamo, warn
+from ._tensors.torch_private import no_dynamo
+from ._tensors.torch_public import increment_versions, warn
 from .optimizer import several
 
 __all__ = ["EMA"]
@@ -67,17 +68,11 @@ def _in_order(tensor, device):
 
 
 class _Handle:
-    """What an EMA knows of its averages in this process: their C handle, and who wrote them. Copies
-    are empty, because it belongs to one object."""
+    """What an EMA knows of its averages in this process: their C handle, and who wrote them. It
+    belongs to one object, so that copies and pickles leave it out."""
 
     def __init__(self):
         self.handle, self.key, self.watch = None, None, Watch()
-
-    def __deepcopy__(self, memo):
-        return _Handle()
-
-    def __reduce__(self):
-        return _Handle, ()
 
     def build(self, members, live, random, generator, threads, device):
         """Makes the C handle. `members` holds (name, id, format, shape) of each average, `live` the
@@ -140,19 +135,16 @@ def _plant(root, name, tensor):
     saves like any buffer."""
     *path, leaf = name.split(".")
     for part in path:
-        if part not in root._modules:
+        if not hasattr(root, part):
             root.add_module(part, torch.nn.Module())
-        root = root._modules[part]
+        root = getattr(root, part)
     root.register_buffer(leaf, tensor)
 
 
 def _find(root, name):
-    *path, leaf = name.split(".")
-    for part in path:
-        root = root._modules.get(part)
-        if root is None:
-            return None
-    return root._buffers.get(leaf)
+    for part in name.split("."):
+        root = getattr(root, part, None)
+    return root
 
 
 def _trains(p):
@@ -188,7 +180,7 @@ def _paired(what, theirs, ours):
     return [(name, a, b) for (name, a), (_, b) in zip(ours, theirs)]
 
 
-class _Extras(torch.nn.Module):
+class Extras(torch.nn.Module):
     """The root of the tree that _plant() makes."""
 
     def __repr__(self):
@@ -254,6 +246,7 @@ class EMA(torch.nn.Module):
         generator: Optional[str] = None,
         threads: int = 0,
     ):
+        torch_private.check_module()
         super().__init__()
         stores = [
             f.name
@@ -275,8 +268,9 @@ class EMA(torch.nn.Module):
         if device is not None:
             self.module = self.module.to(device)
         if weights == "f32":
-            self.module._apply(
-                lambda t: t.float() if t.dtype in (torch.bfloat16, torch.float16) else t
+            torch_private.apply_to_tensors(
+                self.module,
+                lambda t: t.float() if t.dtype in (torch.bfloat16, torch.float16) else t,
             )
         self.register_buffer(
             "n_averaged",
@@ -290,7 +284,7 @@ class EMA(torch.nn.Module):
             if not p.requires_grad and not _can_be_averaged(p)
         }
         names, formats = [], []
-        self.extra = _Extras()
+        self.extra = Extras()
         for name, tensor in self._averages():
             check_parameter(tensor, name)
             fmt = weight_format(weights, tensor.dtype, name)
@@ -637,7 +631,11 @@ class EMA(torch.nn.Module):
 
     def __getstate__(self):
         self._notice()
-        return self.__dict__.copy()
+        return {key: value for key, value in self.__dict__.items() if key != "_handle"}
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self._handle = _Handle()
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         self._notice()  # before the parts of this module are asked

@@ -92,8 +92,8 @@ class CPUOffload(Hosted):
 
     @property
     def _step_supports_amp_scaling(self):
-        # A GradScaler asks for this in each step. It divides gradients by an operator that moves no
-        # version counters.
+        # Where it is False, a GradScaler divides gradients by an operator that moves no version
+        # counters.
         mode = "offload_gradients" if self.offload_gradients else "gradient_release"
         if getattr(self, mode):
             raise RuntimeError(
@@ -101,11 +101,7 @@ class CPUOffload(Hosted):
                 " them up; train without one (BF16 needs none)"
             )
         self._parts.placement.doubt()
-        return self.__dict__.get("_step_supports_amp_scaling", False)
-
-    @_step_supports_amp_scaling.setter
-    def _step_supports_amp_scaling(self, value):
-        self.__dict__["_step_supports_amp_scaling"] = value
+        return super()._step_supports_amp_scaling
 
     def add_param_group(self, param_group):
         """Adds a group as torch's optimizers do."""

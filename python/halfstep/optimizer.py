@@ -5,7 +5,6 @@ This file is longer than 500 lines because half of it is the manual of one class
 """
 
 import os
-from collections import OrderedDict
 from functools import cached_property
 from typing import Any, Dict, Iterable, List, Optional, Tuple, Union
 
@@ -21,7 +20,8 @@ from ._step.parts import Parts
 from ._step.release import check_release
 from ._tensors import matrices, sharding
 from ._tensors.parameters import check_parameter, format_of
-from ._tensors.torch_private import VERSION, is_compiling, no_dynamo, unwrapped, warn_once
+from ._tensors.torch_private import is_compiling, no_dynamo, note_step, notes_its_calls
+from ._tensors.torch_public import VERSION, unwrapped, warn_once
 
 #: what optimizers take
 Params = Union[Iterable[torch.Tensor], Iterable[Dict[str, Any]], Iterable[Tuple[str, torch.Tensor]]]
@@ -295,8 +295,6 @@ class Optimizer(torch.optim.Optimizer):
         self._parts.groups.check_quantized()
         if self._weights_asked:
             self._parts.groups.warn_of_idle_weights()
-        if fused:
-            self._step_supports_amp_scaling = True
         resumed = self.store is not None and os.path.exists(self.store)
         if self.store is not None:
             self._parts.store.begin(self.load_state_dict, compile)
@@ -430,13 +428,19 @@ class Optimizer(torch.optim.Optimizer):
 
     # ---- Steps -----------------------------------------------------------------------------------
 
+    @property
+    def _step_supports_amp_scaling(self):
+        """True if a GradScaler leaves scaled gradients to step(). It asks in each step."""
+        return bool(self.defaults["fused"])
+
+    @notes_its_calls
     def step(self, closure=None):
         """Updates every parameter that has a gradient. Returns what `closure` returns.
 
         If a gradient is not finite, nothing changes (see `scan`). `skipped_steps` counts such
         steps, and the first one gives a warning.
         """
-        self._opt_called = True
+        note_step(self)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -449,16 +453,12 @@ class Optimizer(torch.optim.Optimizer):
             self._step()
         return loss
 
-    # A scheduler of torch's puts a function around step() that notes its call, and that
-    # torch.compile() refuses to trace. step() notes its own calls, and this says so.
-    step._wrapped_by_lr_sched = True
-
     @no_dynamo
     @torch.no_grad()
     def _step(self, given=None, witness=None):
         """Makes the step. Inside the operator of a compiled step, `given` holds its weights and
         gradients by parameter, and `witness` is its witness."""
-        self._opt_called = True  # which a traced step() does not carry out
+        note_step(self)  # which a traced step() does not carry out
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         self._parts.steps.step(self.step_param, scale, found_inf, given, witness)
 
@@ -471,7 +471,7 @@ class Optimizer(torch.optim.Optimizer):
         p      the parameter
         group  accepted without effect, because the parameter's own group counts
         """
-        self._opt_called = True  # which schedulers look for
+        note_step(self)
         self._parts.steps.step_param(p)
 
     def step_parameter(self, p, group=None, index=None):
@@ -520,7 +520,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _take(self, p):
         """Takes the complete gradient of a parameter in gradient release."""
-        self._opt_called = True  # which schedulers look for
+        note_step(self)
         if self._parts.steps.take(p):
             self.step_param(p)
             p.grad = None
@@ -621,15 +621,14 @@ class Optimizer(torch.optim.Optimizer):
         that are missing keep this optimizer's values.
         """
         loading = self._parts.saving.loading(state_dict)
-        hooks = self._optimizer_load_state_dict_pre_hooks
-        self._optimizer_load_state_dict_pre_hooks = OrderedDict(hooks, halfstep=loading.wrap)
+        hook = self.register_load_state_dict_pre_hook(loading.wrap)
         try:
             super().load_state_dict(loading.state_dict)
         except BaseException as error:
             self._parts.saving.undo(loading, error)
             raise
         finally:
-            self._optimizer_load_state_dict_pre_hooks = hooks
+            hook.remove()
         loading.finish()
         self._parts.store.settle()
         self._parts.steps.doubt_ranks()  # every rank loads, and maybe not the same

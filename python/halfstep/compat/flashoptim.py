@@ -41,7 +41,7 @@ from .._settings.options import Options
 from .._states import convert, layout
 from .._step import release
 from .._tensors import devices, parameters
-from .._tensors.torch_private import warn
+from .._tensors.torch_public import warn
 from ..optimizer import Kept, Optimizer, unwrapped
 from ._arguments import arguments
 from .optimi import start_from_zeros

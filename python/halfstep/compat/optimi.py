@@ -34,7 +34,8 @@ from .._settings.options import Options
 from .._states import layout
 from .._step import release
 from .._tensors.parameters import PLAIN, mark
-from .._tensors.torch_private import warn
+from .._tensors.torch_private import apply_to_tensors, gradient_hooks
+from .._tensors.torch_public import warn
 from ..optimizer import Optimizer, unwrapped
 from ._arguments import arguments
 from ._optimi_lists import LOW, adam, adamw, adan, lion, over, radam, ranger, sgd, stableadamw
@@ -466,7 +467,7 @@ def prepare_for_gradient_release(
     if not optimizer.defaults["gradient_release"]:
         raise ValueError("`optimizer` must be initialized with `gradient_release=True`")
     parameters = [p for p in model.parameters() if p.requires_grad]
-    if not ignore_existing_hooks and any(p._post_accumulate_grad_hooks for p in parameters):
+    if not ignore_existing_hooks and any(map(gradient_hooks, parameters)):
         raise ValueError(
             "a parameter of the model already has a post_accumulate_grad_hook; if that is meant,"
             " pass `ignore_existing_hooks=True`"
@@ -568,31 +569,23 @@ def to_low_precision(
     for name, module in model.named_modules():
         whole = isinstance(module, keep)
         parts = whole or isinstance(module, types) or any(word in name.lower() for word in words)
-        for tensors, wide in ((module._parameters, whole), (module._buffers, parts)):
-            # _apply() knows how this torch replaces data; gradients of parameters go the same way.
-            _cast(
-                module,
-                {id(t) for t in tensors.values() if t is not None},
-                tensors is module._parameters,
-                torch.float32 if wide else dtype,
-                device,
-            )
+        params = list(module.parameters(recurse=False))
+        grads = [p.grad for p in params if p.grad is not None]
+        for tensors, wide in (
+            (params + grads, whole),
+            (list(module.buffers(recurse=False)), parts),
+        ):
+            _cast(module, set(map(id, tensors)), torch.float32 if wide else dtype, device)
     return model
 
 
-def _cast(module, own: Set[int], parameters: bool, dtype, device):
-    gradients = {
-        id(p.grad)
-        for p in module._parameters.values()
-        if parameters and p is not None and p.grad is not None
-    }
-
+def _cast(module, own: Set[int], dtype, device):
     def convert(t):
-        if id(t) not in own and id(t) not in gradients:
+        if id(t) not in own:
             return t
         return t.to(device=device, dtype=dtype if t.is_floating_point() else t.dtype)
 
-    module._apply(convert, recurse=False)
+    apply_to_tensors(module, convert, recurse=False)
 
 
 # ---- optimi's state dicts ------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import torch
 
 from .. import plan
 from .._settings.assignment import patterns_of
-from .._tensors.torch_private import warn
+from .._tensors.torch_public import warn
 from .._weights8 import savers
 from ..optimizer import unwrapped
 from ..rules import class_and_options, classes
