@@ -52,7 +52,7 @@ def classes():
 
 def files():
     """The text of each other file, by path."""
-    sys.path.append(os.path.join(ROOT, "tests"))
+    sys.path.append(os.path.join(ROOT, "tests", "house"))
     import abi as declared
 
     from halfstep import __main__, rules
