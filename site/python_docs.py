@@ -55,7 +55,7 @@ def _block(lines):
 
 def markdown(docstring):
     """Returns a docstring as Markdown, without the sentences about the length of a file."""
-    docstring = re.sub(r"(?m)^This file is longer than 500 lines[^.]*\.\n?", "", docstring)
+    docstring = re.sub(r"(?m)^This file is longer than \d+ lines[^.]*\.\n?", "", docstring)
     docstring = re.sub(r"`?\bdocs/((?:\w+/)?([\w-]+\.md))`?", r"[\2](../\1)", docstring)
     out, block = [], []
     for line in [*docstring.splitlines(), ""]:
