@@ -1,5 +1,6 @@
 """`CPUOffload`: weights on a GPU, states and steps in CPU memory."""
 
+from functools import cached_property
 from typing import Any, Dict, Type, Union
 
 from ._library import abi
@@ -83,10 +84,11 @@ class CPUOffload(Hosted):
             )
         super().__init__(params, recipe, minimal_size=minimal_size, **options)
 
-    def _make_parts(self):
-        super()._make_parts()
-        parts = self._parts
-        parts.placement.overlap = Overlap(parts.groups, parts.placement, parts.cache, parts.gather)
+    @cached_property
+    def _parts(self):
+        parts = super()._parts
+        parts.placement.overlap = Overlap(parts)
+        return parts
 
     @property
     def _step_supports_amp_scaling(self):

@@ -6,6 +6,7 @@ This file is longer than 500 lines because half of it is the manual of one class
 
 import os
 from collections import OrderedDict
+from functools import cached_property
 from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple, Union
 
 import torch
@@ -103,8 +104,6 @@ class Kept:
         return self.initial if optimizer is None else getattr(optimizer._parts.options, self.name)
 
     def __set__(self, optimizer: Any, value: Any) -> None:
-        if not hasattr(optimizer, "_parts"):  # at the beginning of its constructor
-            optimizer._make_parts()
         setattr(optimizer._parts.options, self.name, abi.plainly(value))
 
 
@@ -306,7 +305,10 @@ class Optimizer(torch.optim.Optimizer):
         if gradient_release:
             self.prepare_gradient_release()
 
-    def _make_parts(self):
+    @cached_property
+    def _parts(self):
+        """The objects that do the work. Whoever asks first makes them: the first option that a
+        constructor sets, or __setstate__()."""
         cls = type(self)
         kept = {
             name: getattr(cls, name)
@@ -314,7 +316,7 @@ class Optimizer(torch.optim.Optimizer):
             for name, held in vars(c).items()
             if isinstance(held, Kept)
         }
-        self._parts = Parts(self._options(self.rule, cls.__name__, kept), self._placement)
+        return Parts(self._options(self.rule, cls.__name__, kept), self._placement)
 
     def _register(self):
         """Registers this optimizer, or copy of one, for compiled steps, and gives it a witness."""
@@ -345,7 +347,7 @@ class Optimizer(torch.optim.Optimizer):
         parts.groups.begin(self.param_groups[-1])
         parts.cache.drop()
         parts.groups.show_estimates()
-        parts.updates.doubt_ranks()
+        parts.steps.doubt_ranks()
         if self.gradient_release:
             self.prepare_gradient_release()
 
@@ -402,7 +404,7 @@ class Optimizer(torch.optim.Optimizer):
     def _share(self, option, group):
         """Sets the process group of an option. Handles are made anew, once ranks have agreed."""
         setattr(self._parts.options, option, group)
-        self._parts.updates.doubt_ranks()
+        self._parts.steps.doubt_ranks()
         self._parts.cache.drop()
 
     @property
@@ -470,7 +472,7 @@ class Optimizer(torch.optim.Optimizer):
         group  accepted without effect, because the parameter's own group counts
         """
         self._opt_called = True  # which schedulers look for
-        self._parts.release.step_param(p)
+        self._parts.steps.step_param(p)
 
     def step_parameter(self, p: torch.Tensor, group: Any = None, index: Any = None) -> None:
         """Calls step_param(). Some trainers use this name. `group` and `index` have no effect."""
@@ -490,7 +492,7 @@ class Optimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
         accumulate.drop(self._parts.groups.params())
         if self.gradient_release:
-            self._parts.release.zero_grad()
+            self._parts.steps.zero_grad()
 
     def prepare_gradient_release(self) -> None:
         """Makes backward() step each parameter as soon as it has its gradient, and free the
@@ -519,13 +521,13 @@ class Optimizer(torch.optim.Optimizer):
     def _take(self, p):
         """Takes the complete gradient of a parameter in gradient release."""
         self._opt_called = True  # which schedulers look for
-        if self._parts.release.take(p):
+        if self._parts.steps.take(p):
             self.step_param(p)
             p.grad = None
 
     def remove_gradient_release(self) -> None:
         """Goes back to ordinary steps. States and counters stay."""
-        self._parts.release.end()
+        self._parts.steps.end_release()
         self.gradient_release = False
 
     # ---- What happened, and what is stored -------------------------------------------------------
@@ -630,7 +632,7 @@ class Optimizer(torch.optim.Optimizer):
             self._optimizer_load_state_dict_pre_hooks = hooks
         loading.finish()
         self._parts.store.settle()
-        self._parts.updates.doubt_ranks()  # every rank loads, and maybe not the same
+        self._parts.steps.doubt_ranks()  # every rank loads, and maybe not the same
         if self.gradient_release:
             self.prepare_gradient_release()
 
@@ -688,8 +690,6 @@ class Optimizer(torch.optim.Optimizer):
     def __setstate__(self, state):
         # Called for copies and pickles with everything, and by load_state_dict() with states and
         # groups alone.
-        if "_parts" not in self.__dict__:
-            self._make_parts()
         saving = self._parts.saving
         saving.restart(self.__dict__.get("_witness"))
         attributes, hashes = saving.unpack(state)

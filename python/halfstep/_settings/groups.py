@@ -75,8 +75,8 @@ class Groups:
     param_groups, state, defaults   as torch has them, and makes them
     """
 
-    def __init__(self, options):
-        self.options = options
+    def __init__(self, parts):
+        self.options = parts.options
 
     def settings(self):
         """Returns the options of the optimizer that its handles depend on."""

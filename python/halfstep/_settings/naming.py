@@ -176,8 +176,8 @@ class Names:
     ids      ids of parameters that have no states yet, if their saved names were others
     """
 
-    def __init__(self, groups):
-        self.groups = groups
+    def __init__(self, parts):
+        self.groups = parts.groups
         self.given, self.roster, self.ids = {}, [], {}
 
     def saved(self):

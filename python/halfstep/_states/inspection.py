@@ -21,9 +21,9 @@ from .planes import STATE, WEIGHT
 class Inspection:
     """Reports what is stored, and reads and writes it."""
 
-    def __init__(self, groups, names, placement, residuals, cache):
-        self.groups, self.names, self.placement = groups, names, placement
-        self.residuals, self.cache = residuals, cache
+    def __init__(self, parts):
+        self.groups, self.names, self.placement = parts.groups, parts.names, parts.placement
+        self.residuals, self.cache = parts.residuals, parts.cache
 
     # ---- Memory and recipes ----------------------------------------------------------------------
 

@@ -19,8 +19,8 @@ class Residuals:
     watch    the weights as this package left them
     """
 
-    def __init__(self, groups, names):
-        self.groups, self.names = groups, names
+    def __init__(self, parts):
+        self.groups, self.names = parts.groups, parts.names
         self.watch = Watch()
         self._warned = False
         # In a compiled step, by weight: True if the operator got a copy of it (see watch.py). The

@@ -24,10 +24,9 @@ _TRANSIENT = (
 class Saving:
     """Packs and unpacks an optimizer."""
 
-    def __init__(self, groups, names, residuals, cache, accumulation, release, inspection):
-        self.groups, self.names, self.residuals, self.cache = groups, names, residuals, cache
-        self.accumulation, self.release = accumulation, release
-        self.inspection = inspection
+    def __init__(self, parts):
+        self.groups, self.names, self.residuals = parts.groups, parts.names, parts.residuals
+        self.cache, self.steps, self.inspection = parts.cache, parts.steps, parts.inspection
         # The hashes of the last pickle. A process that is spawned opens their memory later.
         self._given = {}
 
@@ -62,9 +61,8 @@ class Saving:
         if any(map(any, names)):
             found["param_names"] = names
         places = {p: i for i, p in enumerate(self.groups.params())}
-        pending = self.accumulation.pending
-        if pending:
-            found["pending"] = [places[p] for p in pending if p in places]
+        if self.steps.pending:
+            found["pending"] = [places[p] for p in self.steps.pending if p in places]
         hashes = {places[p]: known for p, known in self.residuals.hashes().items() if p in places}
         if hashes:
             found["weight_hashes"] = hashes
@@ -72,7 +70,7 @@ class Saving:
 
     def loading(self, state_dict):
         """Begins to load a state dictionary."""
-        loading = Loading(self.groups, self.names, self.residuals, self.accumulation, state_dict)
+        loading = Loading(self, state_dict)
         self.cache.sync()
         return loading
 
@@ -108,14 +106,14 @@ class Saving:
             **kept,
             **self.groups.saved(),
             **self.names.saved(),
-            "_pending": dict(self.accumulation.pending),
+            "_pending": dict(self.steps.pending),
             "_weight_hashes": self._given,
         }
 
     def restart(self, witness):
         """Forgets everything that belongs to the former states."""
         self.cache.forget()
-        self.release.restart()
+        self.steps.restart()
         self.residuals.restart(witness)
 
     def unpack(self, state):
@@ -125,7 +123,7 @@ class Saving:
         state = dict(state)
         hashes = state.pop("_weight_hashes", {})
         self.names.restore(state)
-        self.accumulation.restore(state.pop("_pending", self.accumulation.pending))
+        self.steps.restore(state.pop("_pending", self.steps.pending))
         if "state" in state:
             state["state"] = unwrap(state["state"])
         self.groups.restore(state)

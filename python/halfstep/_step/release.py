@@ -1,12 +1,13 @@
-"""Checks the backward pass that gradient release steps in: whether somebody else needs the
-gradients, whether a GradScaler has scaled them, and whether they come in parts, as with reentrant
-checkpointing."""
+"""The hooks of gradient release, which step in the backward pass, and checks of that pass: whether
+somebody else needs the gradients, whether a GradScaler has scaled them, and whether they come in
+parts, as with reentrant checkpointing."""
 
 import sys
 
 import torch
 
 from .._tensors import devices, reducers, torch_private
+from .._tensors.parameters import follow_gradients, take_over
 
 #: kind of the owners of hooks of gradient release
 OPTIMIZER = "optimizer with gradient release"
@@ -158,3 +159,62 @@ class Rounds:
             " backward() failed call optimizer.zero_grad(). If another optimizer steps these"
             " parameters by now, call remove_gradient_release() of this one"
         )
+
+
+class Release:
+    """The hooks on an optimizer's parameters that step in the backward pass.
+
+    hooks     their handles
+    rounds    what the hooks have seen, or None if somebody else's hooks step
+    """
+
+    def __init__(self, parts):
+        self.groups = parts.groups
+        self.hooks, self.rounds = [], None
+        # The ids of all parameters, as they were at the first gradient of the last backward pass.
+        self._ids, self._pass = set(), None
+
+    def prepare(self, owner, call):
+        """Makes backward() run call(owner, p) as soon as it has the gradient of p."""
+        self.remove()
+        self.rounds = Rounds()
+        watch_scalers()
+        take_over(self.groups.params(), owner, OPTIMIZER)
+        self.hooks = follow_gradients(self.groups.params(), owner, call, OPTIMIZER)
+
+    def has(self, p):
+        """Returns False for a parameter that was removed from the groups since its hook was put.
+        Its gradient stays, as torch's optimizers leave it."""
+        now = current_pass()
+        if now in (None, -1) or now != self._pass:
+            self._ids, self._pass = set(map(id, self.groups.params())), now
+        return id(p) in self._ids
+
+    def takes(self, p):
+        """Returns True if the complete gradient of a parameter is to be taken. Removes the hook of
+        a parameter that is in no group any more."""
+        if not self.has(p):
+            hooks = [h for h in self.hooks if h.hooks_dict_ref() is p._post_accumulate_grad_hooks]
+            for hook in hooks:
+                hook.remove()
+            self.discard(hooks)
+            return False
+        if self.rounds is not None:
+            self.rounds.gradient(self.groups, p)
+        return True
+
+    def add(self, hooks):
+        """Adds the handles of hooks that step."""
+        self.hooks += hooks
+
+    def discard(self, hooks):
+        """Forgets the handles of hooks that were removed. Returns True if some are left."""
+        gone = set(map(id, hooks))
+        self.hooks = [hook for hook in self.hooks if id(hook) not in gone]
+        return bool(self.hooks)
+
+    def remove(self):
+        """Removes the hooks."""
+        for handle in self.hooks:
+            handle.remove()
+        self.hooks, self.rounds = [], None
