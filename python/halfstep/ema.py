@@ -10,7 +10,7 @@ import math
 from contextlib import contextmanager
 from copy import deepcopy
 from ctypes import c_void_p
-from typing import Any, Optional
+from typing import Any, Dict, Iterable, Iterator, Optional, TypeVar, Union
 
 import torch
 
@@ -36,6 +36,8 @@ from ._tensors.torch_public import increment_versions, warn
 from .optimizer import several
 
 __all__ = ["EMA"]
+
+_Model = TypeVar("_Model", bound=torch.nn.Module)
 
 #: dtypes of a weight and of the residual or error code beside it -> their format
 _WITH_EXTRA = {
@@ -234,7 +236,7 @@ class EMA(torch.nn.Module):
 
     def __init__(
         self,
-        model,
+        model: torch.nn.Module,
         decay: float = 0.999,
         weights: str = "bf16-sr",
         device: Any = None,
@@ -245,7 +247,7 @@ class EMA(torch.nn.Module):
         seed: Optional[int] = None,
         generator: Optional[str] = None,
         threads: int = 0,
-    ):
+    ) -> None:
         torch_private.check_module()
         super().__init__()
         stores = [
@@ -304,7 +306,7 @@ class EMA(torch.nn.Module):
         for name, values in numbers.items():
             self.register_buffer(name, torch.tensor(values, dtype=torch.long, device="cpu"))
 
-    def forward(self, *args, **kwargs):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the averaged model."""
         return self.module(*args, **kwargs)
 
@@ -322,7 +324,7 @@ class EMA(torch.nn.Module):
             )
 
     @property
-    def skipped_updates(self):
+    def skipped_updates(self) -> int:
         """The updates refused so far because a weight was not finite."""
         return int(self.counters[1])
 
@@ -412,7 +414,11 @@ class EMA(torch.nn.Module):
 
     @no_dynamo
     @torch.no_grad()
-    def update_parameters(self, model, optimizer=None):
+    def update_parameters(
+        self,
+        model: torch.nn.Module,
+        optimizer: Union[torch.optim.Optimizer, Iterable[torch.optim.Optimizer], None] = None,
+    ) -> None:
         """Moves the averages towards the weights of `model`, which match them in order.
 
         optimizer: the halfstep optimizer, or several, that trains the model. If it keeps a residual
@@ -488,7 +494,7 @@ class EMA(torch.nn.Module):
         held.steps = (held.steps[0] + 1, held.steps[1] + 1)
 
     @contextmanager
-    def swapped(self, model):
+    def swapped(self, model: _Model) -> Iterator[_Model]:
         """Returns a context in which `model` has the averages, in its own dtypes and on its own
         devices. Afterwards it has its own weights again.
 
@@ -642,7 +648,7 @@ class EMA(torch.nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     @torch.no_grad()
-    def full_state_dict(self):
+    def full_state_dict(self) -> Dict[str, Any]:
         """Returns the averages in fp32, with residuals and error codes, under the names of the
         model's own state_dict().
 
@@ -718,6 +724,6 @@ class EMA(torch.nn.Module):
             pairs = ", ".join(f"{have} and are kept as {own}" for have, own in changed.items())
             warn(f"averages were saved as {pairs}")
 
-    def extra_repr(self):
+    def extra_repr(self) -> str:
         formats = {layout.FORMATS[i] for i in self.formats.tolist()}
         return f"decay={self.decay}, formats={'+'.join(sorted(formats)) or 'none'}"

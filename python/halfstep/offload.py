@@ -1,7 +1,7 @@
 """`CPUOffload`: weights on a GPU, states and steps in CPU memory."""
 
 from functools import cached_property
-from typing import Any, Type, Union
+from typing import Any, Dict, Type, Union
 
 from ._library import abi
 from ._placement.host import Offloaded
@@ -103,7 +103,7 @@ class CPUOffload(Hosted):
         self._parts.placement.doubt()
         return super()._step_supports_amp_scaling
 
-    def add_param_group(self, param_group):
+    def add_param_group(self, param_group: Dict[str, Any]) -> None:
         """Adds a group as torch's optimizers do."""
         super().add_param_group(param_group)
         self._parts.placement.hook()
@@ -114,7 +114,7 @@ class CPUOffload(Hosted):
         in advance (overlap=)."""
         return self._parts.placement.overlap.redone
 
-    def prepare_gradient_release(self):
+    def prepare_gradient_release(self) -> None:
         """See halfstep.Optimizer. Raises ValueError with overlap=, which is for step()."""
         if self.overlap:
             raise ValueError(

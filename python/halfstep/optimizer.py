@@ -6,7 +6,7 @@ This file is longer than 500 lines because half of it is the manual of one class
 
 import os
 from functools import cached_property
-from typing import Any, Dict, Iterable, List, Optional, Tuple, Union
+from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple, Union
 
 import torch
 
@@ -58,7 +58,7 @@ def several(optimizer: Any) -> List["Optimizer"]:
     return found
 
 
-def split_pairs(group):
+def split_pairs(group: Dict[str, Any]) -> None:
     """Replaces (name, tensor) pairs of a group by the parameters, and gives the group the names."""
     params = group["params"]
     if isinstance(params, torch.Tensor):
@@ -70,7 +70,7 @@ def split_pairs(group):
     group["params"] = params
 
 
-def _kept(name):
+def _kept(name: str) -> Any:
     """Returns an attribute of optimizers that their Groups keep. It is a property, because
     torch.compile traces those."""
     return property(
@@ -94,16 +94,16 @@ class Kept:
     """An attribute of optimizers that their Options keep. `initial` is its value after a pickle
     that lacks it."""
 
-    def __init__(self, initial=None):
+    def __init__(self, initial: Any = None) -> None:
         self.initial = initial
 
     def __set_name__(self, cls, name):
         self.name = name
 
-    def __get__(self, optimizer, cls=None):
+    def __get__(self, optimizer: Any, cls: Any = None) -> Any:
         return self.initial if optimizer is None else getattr(optimizer._parts.options, self.name)
 
-    def __set__(self, optimizer, value):
+    def __set__(self, optimizer: Any, value: Any) -> None:
         setattr(optimizer._parts.options, self.name, abi.plainly(value))
 
 
@@ -184,7 +184,7 @@ class Optimizer(torch.optim.Optimizer):
     """
 
     #: name in the library's table of rules
-    rule = None
+    rule: Optional[str] = None
 
     param_groups, defaults = map(_kept, ("param_groups", "defaults"))
     state = property(_state_as_it_is, _kept("state").fset)
@@ -326,7 +326,7 @@ class Optimizer(torch.optim.Optimizer):
     # ---- Groups and options ----------------------------------------------------------------------
 
     @no_dynamo
-    def add_param_group(self, param_group):
+    def add_param_group(self, param_group: Dict[str, Any]) -> None:
         """Adds a group as torch's optimizers do. Refuses parameters that cannot be stepped."""
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
@@ -374,29 +374,29 @@ class Optimizer(torch.optim.Optimizer):
             warn_once(caveat)
 
     @property
-    def seed(self):
+    def seed(self) -> int:
         """The seed of the random bits. It is kept in `param_groups`."""
         return self.param_groups[0].get("seed", 0)
 
     @property
-    def generator(self):
+    def generator(self) -> str:
         """The name of the generator of random bits. It is kept in `param_groups`, so that a loaded
         state goes on with its bits."""
         return self.param_groups[0]["generator"]
 
     @generator.setter
-    def generator(self, name):
+    def generator(self, name: str) -> None:
         for group in self.param_groups:
             group["generator"] = name
 
     @property
-    def norm_group(self):
+    def norm_group(self) -> Any:
         """The torch.distributed group of the option. It can be neither saved nor copied, so set it
         again after loading or copying."""
         return self._parts.options.norm_group
 
     @norm_group.setter
-    def norm_group(self, group):
+    def norm_group(self, group: Any) -> None:
         self._share("norm_group", group)
 
     def _share(self, option, group):
@@ -406,13 +406,13 @@ class Optimizer(torch.optim.Optimizer):
         self._parts.cache.drop()
 
     @property
-    def owners(self):
+    def owners(self) -> Any:
         """The torch.distributed group of the option. It can be neither saved nor copied, so set it
         again after loading or copying."""
         return self._parts.options.owners
 
     @owners.setter
-    def owners(self, group):
+    def owners(self, group: Any) -> None:
         rules = self.rule, *self._parts.options.partners
         if group and not any(abi.rules[rule].matrix for rule in rules):
             raise ValueError(
@@ -434,7 +434,7 @@ class Optimizer(torch.optim.Optimizer):
         return bool(self.defaults["fused"])
 
     @notes_its_calls
-    def step(self, closure=None):
+    def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:
         """Updates every parameter that has a gradient. Returns what `closure` returns.
 
         If a gradient is not finite, nothing changes (see `scan`). `skipped_steps` counts such
@@ -464,7 +464,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @no_dynamo
     @torch.no_grad()
-    def step_param(self, p, group=None):
+    def step_param(self, p: torch.Tensor, group: Any = None) -> None:
         """Updates one parameter from its gradient, which stays. Trainers that step inside the
         backward pass call this function. When the round is over, call step() or nothing.
 
@@ -474,12 +474,12 @@ class Optimizer(torch.optim.Optimizer):
         note_step(self)
         self._parts.steps.step_param(p)
 
-    def step_parameter(self, p, group=None, index=None):
+    def step_parameter(self, p: torch.Tensor, group: Any = None, index: Any = None) -> None:
         """Calls step_param(). Some trainers use this name. `group` and `index` have no effect."""
         self.step_param(p, group)
 
     @staticmethod
-    def supports_fused_back_pass():
+    def supports_fused_back_pass() -> bool:
         """Returns True: step_param() and step_parameter() may be called inside the backward
         pass."""
         return True
@@ -494,7 +494,7 @@ class Optimizer(torch.optim.Optimizer):
         if self.gradient_release:
             self._parts.steps.zero_grad()
 
-    def prepare_gradient_release(self):
+    def prepare_gradient_release(self) -> None:
         """Makes backward() step each parameter as soon as it has its gradient, and free the
         gradient.
 
@@ -525,7 +525,7 @@ class Optimizer(torch.optim.Optimizer):
             self.step_param(p)
             p.grad = None
 
-    def remove_gradient_release(self):
+    def remove_gradient_release(self) -> None:
         """Goes back to ordinary steps. States and counters stay."""
         self._parts.steps.end_release()
         self.gradient_release = False
@@ -564,7 +564,7 @@ class Optimizer(torch.optim.Optimizer):
         the block format of their recipe."""
         return self._parts.inspection.survey()[1]
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return self._parts.inspection.text()
 
     def read_weight(self, p: torch.Tensor) -> torch.Tensor:
@@ -594,7 +594,7 @@ class Optimizer(torch.optim.Optimizer):
     # ---- Saving ----------------------------------------------------------------------------------
 
     @no_dynamo
-    def state_dict(self):
+    def state_dict(self) -> Dict[str, Any]:
         """Returns the state as torch's optimizers do. It loads with torch.load(weights_only=True).
 
         `state` holds tensors only, as they are stored (layout.py lists them). `param_groups` holds
@@ -612,7 +612,7 @@ class Optimizer(torch.optim.Optimizer):
         return self._parts.saving.complete(found)
 
     @no_dynamo
-    def load_state_dict(self, state_dict):
+    def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
         """Loads what state_dict() returned, bit for bit. Also loads states of torch's own
         optimizers of the same rule.
 

@@ -260,11 +260,11 @@ WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 # ---- Optimizers ----------------------------------------------------------------------------------
 
 
-def notes_its_calls(step):
+def notes_its_calls(step: _Function) -> _Function:
     """Says of an optimizer's step() that it calls note_step(). A scheduler otherwise puts a
     function around it that torch.compile() refuses to trace. `_wrapped_by_lr_sched` in
     torch/optim/lr_scheduler.py since 2.6. Without it a scheduler puts that function around it."""
-    step._wrapped_by_lr_sched = True
+    setattr(step, "_wrapped_by_lr_sched", True)
     return step
 
 

@@ -75,7 +75,7 @@ class OptimiOptimizer(Optimizer):
     False again. They put gradients into the states and do not change the parameters.
     """
 
-    def __init__(self, params: Iterable[Any], defaults: Dict[str, Any]):
+    def __init__(self, params: Iterable[Any], defaults: Dict[str, Any]) -> None:
         if defaults.get("max_lr") is not None and not 0.0 <= defaults["max_lr"]:
             raise ValueError(f"Invalid maximum learning rate: max_lr={defaults['max_lr']}")
         # prepare_for_gradient_release() makes the hooks.
@@ -117,7 +117,7 @@ class OptimiOptimizer(Optimizer):
                 weights = "bf16-kahan" if summed else "bf16"
             return weights, states
 
-    def step(self, closure: Optional[Callable] = None, param: Optional[Tensor] = None):
+    def step(self, closure: Optional[Callable] = None, param: Optional[Tensor] = None) -> Any:
         """Makes a step of all parameters, or of `param` alone, as the hooks of gradient release do.
 
         Args:
@@ -129,7 +129,7 @@ class OptimiOptimizer(Optimizer):
         self.step_param(param)
         return None
 
-    def zero_grad(self, set_to_none: bool = True, param: Optional[Tensor] = None):
+    def zero_grad(self, set_to_none: bool = True, param: Optional[Tensor] = None) -> None:
         """Drops the gradients of all parameters, or of `param` alone; zeroes them with
         `set_to_none=False`."""
         if param is None:
@@ -139,7 +139,7 @@ class OptimiOptimizer(Optimizer):
         elif param.grad is not None:
             param.grad = param.grad.detach().zero_()
 
-    def prepare_gradient_release(self):
+    def prepare_gradient_release(self) -> None:
         """Puts hooks on all parameters of this optimizer. `prepare_for_gradient_release` takes a
         model's parameters."""
         if not self.gradient_release:
@@ -147,7 +147,7 @@ class OptimiOptimizer(Optimizer):
         elif not self._parts.release.hooks:
             self.gradient_release = False  # a copy: the hooks stay with the original
 
-    def load_state_dict(self, state_dict):
+    def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
         """Loads state dictionaries of halfstep, of torch, and of torch-optimi's own class."""
         if _is_optimi(state_dict):
             state_dict = _from_optimi(
@@ -162,7 +162,7 @@ class OptimiOptimizer(Optimizer):
         super().load_state_dict(state_dict)
 
 
-def start_from_zeros(groups, parameters, also):
+def start_from_zeros(groups: Any, parameters: Iterable[torch.Tensor], also: Any) -> None:
     """Makes the momentum of SGD begin with (1 - dampening) times the gradient, in before_build().
     The library's first buffer is the gradient itself. Parameters that are about to get states
     therefore get a count of one update, as if of a buffer of zeros."""
@@ -226,7 +226,7 @@ class Adam(OptimiOptimizer):
         foreach: Optional[bool] = None,
         triton: Optional[bool] = None,
         gradient_release: bool = False,
-    ):
+    ) -> None:
         super().__init__(params, _group(locals()))
 
 
@@ -248,7 +248,7 @@ class AdamW(Adam):
         foreach: Optional[bool] = None,
         triton: Optional[bool] = None,
         gradient_release: bool = False,
-    ):
+    ) -> None:
         super().__init__(params, decouple_wd=True, **arguments(locals()))
 
 
@@ -282,7 +282,7 @@ class Adan(OptimiOptimizer):
         foreach: Optional[bool] = None,
         triton: Optional[bool] = None,
         gradient_release: bool = False,
-    ):
+    ) -> None:
         super().__init__(params, _group(locals()))
 
     class _options(OptimiOptimizer._options):
@@ -319,7 +319,7 @@ class Lion(OptimiOptimizer):
         foreach: Optional[bool] = None,
         triton: Optional[bool] = None,
         gradient_release: bool = False,
-    ):
+    ) -> None:
         super().__init__(params, _group(locals()))
 
 
@@ -342,7 +342,7 @@ class RAdam(OptimiOptimizer):
         foreach: Optional[bool] = None,
         triton: Optional[bool] = None,
         gradient_release: bool = False,
-    ):
+    ) -> None:
         super().__init__(params, _group(locals()))
 
 
@@ -375,7 +375,7 @@ class Ranger(OptimiOptimizer):
         foreach: Optional[bool] = None,
         triton: Optional[bool] = None,
         gradient_release: bool = False,
-    ):
+    ) -> None:
         super().__init__(params, _group(locals()))
 
 
@@ -408,7 +408,7 @@ class SGD(OptimiOptimizer):
         foreach: Optional[bool] = None,
         triton: Optional[bool] = None,
         gradient_release: bool = False,
-    ):
+    ) -> None:
         super().__init__(params, _group(locals()))
 
     class _options(OptimiOptimizer._options):
@@ -443,7 +443,7 @@ class StableAdamW(OptimiOptimizer):
         foreach: Optional[bool] = None,
         triton: Optional[bool] = None,
         gradient_release: bool = False,
-    ):
+    ) -> None:
         super().__init__(params, _group(locals()))
 
 
@@ -452,7 +452,7 @@ class StableAdamW(OptimiOptimizer):
 
 def prepare_for_gradient_release(
     model: nn.Module, optimizer: OptimiOptimizer, ignore_existing_hooks: bool = False
-):
+) -> None:
     """Steps every parameter of `model` in the backward pass, as soon as its gradient is complete,
     and frees the gradient.
 
@@ -495,7 +495,7 @@ class _Hooks(list):
     """The handles of the hooks on a model, and the optimizer that they belong to."""
 
 
-def remove_gradient_release(model: nn.Module):
+def remove_gradient_release(model: nn.Module) -> None:
     """Reverses `prepare_for_gradient_release`, so that steps are ordinary again."""
     hooks = model.__dict__.pop("_gradient_release_hooks", None)
     if hooks is None:
