@@ -163,16 +163,17 @@ sys.path[:0] = sys.argv[1:]
 import torch
 
 import halfstep
-from halfstep import __main__, _devices
+from halfstep import __main__
+from halfstep._tensors import devices
 
 p = torch.nn.Parameter(torch.ones(64, 64))
 p.grad = torch.ones(64, 64)
 halfstep.AdamW([p]).step()
 assert not (p == 1).any(), "no step on the processor"
 __main__.main(["info"])
-_devices.of = lambda tensor: torch.device("cuda", 0)
-_devices.stream = lambda device: None
-_devices.capturing = lambda device: False
+devices.of = lambda tensor: torch.device("cuda", 0)
+devices.stream = lambda device: None
+devices.capturing = lambda device: False
 try:
     halfstep.AdamW([p]).step()
 except halfstep.HalfstepError as error:
