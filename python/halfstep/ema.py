@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from contextlib import contextmanager
 from copy import deepcopy
-from typing import Any, Dict, Iterator, Optional
+from typing import Any, Dict, Iterable, Iterator, Optional, TypeVar, Union
 
 import torch
 
@@ -22,7 +22,7 @@ from ._placement.memory import Placement
 from ._states import layout
 from ._states.convert import recode
 from ._states.handles import seed_of
-from ._tensors import devices, sharding
+from ._tensors import devices, sharding, torch_private
 from ._tensors.parameters import (
     PLAIN,
     check_parameter,
@@ -32,10 +32,13 @@ from ._tensors.parameters import (
     stored_dtype,
     weight_format,
 )
-from ._tensors.torch_private import no_dynamo, warn
+from ._tensors.torch_private import no_dynamo
+from ._tensors.torch_public import warn
 from .optimizer import Optimizer, several
 
 __all__ = ["EMA"]
+
+_Model = TypeVar("_Model", bound=torch.nn.Module)
 
 #: advice for a sharded model
 _WHOLE = (
@@ -89,19 +92,19 @@ def _can_be_averaged(tensor):
     return not sharding.is_packed(tensor)
 
 
-class _Extras(torch.nn.Module):
+def _plant(root, name, tensor):
+    """Registers a buffer under a dotted name in a tree of modules."""
+    *path, leaf = name.split(".")
+    for part in path:
+        if part not in dict(root.named_children()):
+            root.add_module(part, torch.nn.Module())
+        root = getattr(root, part)
+    root.register_buffer(leaf, tensor)
+
+
+class Extras(torch.nn.Module):
     """The residuals and error codes of averages: buffers in a tree of modules, so that they move,
     copy and save like any buffer."""
-
-    def plant(self, name, tensor):
-        """Registers a buffer under a dotted name."""
-        *path, leaf = name.split(".")
-        root = self
-        for part in path:
-            if part not in root._modules:
-                root.add_module(part, torch.nn.Module())
-            root = root._modules[part]
-        root.register_buffer(leaf, tensor)
 
     def __repr__(self):
         return f"{len(list(self.buffers()))} tensors"
@@ -169,6 +172,7 @@ class EMA(torch.nn.Module):
         generator: Optional[str] = None,
         threads: int = 0,
     ) -> None:
+        torch_private.check_module()
         super().__init__()
         stores = [
             f.name
@@ -189,8 +193,9 @@ class EMA(torch.nn.Module):
         if device is not None:
             self.module = self.module.to(device)
         if weights == "f32":
-            self.module._apply(
-                lambda t: t.float() if t.dtype in (torch.bfloat16, torch.float16) else t
+            torch_private.apply_to_tensors(
+                self.module,
+                lambda t: t.float() if t.dtype in (torch.bfloat16, torch.float16) else t,
             )
         self.register_buffer(
             "n_averaged",
@@ -202,7 +207,7 @@ class EMA(torch.nn.Module):
             if not p.requires_grad and not _can_be_averaged(p)
         )
         formats, ids = [], []
-        self.extra = _Extras()
+        self.extra = Extras()
         for name, tensor in self._averages():
             check_parameter(tensor, name)
             fmt = weight_format(weights, tensor.dtype, name)
@@ -212,7 +217,7 @@ class EMA(torch.nn.Module):
             ids.append(layout.signed(abi.name_id(f"ema {decay!r} {name}")))
             dtype = extra_dtype(fmt)
             if dtype is not None:
-                self.extra.plant(name, devices.zeros(tensor.shape, dtype, tensor.device))
+                _plant(self.extra, name, devices.zeros(tensor.shape, dtype, tensor.device))
         random = [layout.signed(seed_of(seed)), layout.signed(abi.name_id(generator))]
         numbers = {"formats": formats, "ids": ids, "random": random, "counters": [0, 0]}
         for name, values in numbers.items():
@@ -285,7 +290,7 @@ class EMA(torch.nn.Module):
             self._optimizer = _Averages(
                 [{"params": []}], start, weights=self._weights, seed=random[0]
             )
-            self._known, self._optimizer._parts.residuals.words = None, _dropped
+            self._optimizer._parts.residuals.words = _dropped
         parts, group = self._optimizer._parts, self._optimizer.param_groups[0]
         counts = int(self.n_averaged), int(self.counters[0])
         held = [id(tensor) for _, tensor in averages] + [id(extra) for extra in extras.values()]
@@ -350,7 +355,11 @@ class EMA(torch.nn.Module):
 
     @no_dynamo
     @torch.no_grad()
-    def update_parameters(self, model: torch.nn.Module, optimizer: Any = None) -> None:
+    def update_parameters(
+        self,
+        model: torch.nn.Module,
+        optimizer: Union[torch.optim.Optimizer, Iterable[torch.optim.Optimizer], None] = None,
+    ) -> None:
         """Moves the averages towards the weights of `model`, which match them in order.
 
         optimizer: the halfstep optimizer, or several, that trains the model. If it keeps a residual
@@ -447,7 +456,7 @@ class EMA(torch.nn.Module):
             )
 
     @contextmanager
-    def swapped(self, model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    def swapped(self, model: _Model) -> Iterator[_Model]:
         """Returns a context in which `model` has the averages, in its own dtypes and on its own
         devices. Afterwards it has its own weights again.
 
@@ -474,7 +483,7 @@ class EMA(torch.nn.Module):
 
     def __getstate__(self):
         self._notice()
-        return {**self.__dict__, "_optimizer": None}
+        return {k: v for k, v in self.__dict__.items() if k not in ("_optimizer", "_known")}
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         self._notice()  # before the parts of this module are asked

@@ -658,7 +658,7 @@ def test_8_bit_models_of_other_trainers(tmp_path, kind):
             wrapped.step()
             wrapped.zero_grad()
             if step == 1 and not resume:
-                halfstep._tensors.torch_private.warn_once.cache_clear()
+                halfstep._tensors.torch_public.warn_once.cache_clear()
                 with warnings_are("always") as said:
                     accelerator.save_state(str(tmp_path / "a"))
                 assert "8-bit weights as pytorch_model.bin" in str(said[0].message)

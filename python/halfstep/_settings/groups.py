@@ -9,7 +9,7 @@ import torch
 from .._library import abi
 from .._tensors import sharding
 from .._tensors.parameters import could_be_packed, is_packed_format
-from .._tensors.torch_private import warn_once
+from .._tensors.torch_public import warn_once
 
 #: keys of a group that hold counts of the optimizer, always there and always current
 TOLD = ("group_steps", "skipped_steps", "last_norm")

@@ -107,7 +107,7 @@ class Store:
              read. None: the least
     """
 
-    path: Union[str, bytes, "os.PathLike[str]"]
+    path: Union[str, bytes, os.PathLike[str]]
     weights: bool = True
     memory: Optional[Union[int, float, str]] = None
 

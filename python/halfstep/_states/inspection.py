@@ -11,7 +11,7 @@ from .._settings import naming
 from .._tensors import devices, matrices, sharding
 from .._tensors.parameters import PLAIN, stored_dtype
 from .._tensors.sharding import decoded, local, stored, stored_whole
-from .._tensors.torch_private import increment_versions
+from .._tensors.torch_public import increment_versions
 from . import layout
 from .handles import Handle, read_rows, write_rows
 from .members import declare

@@ -14,7 +14,7 @@ from .._library import abi
 from .._settings import naming
 from .._settings.groups import TOLD, check_generator
 from .._tensors import sharding
-from .._tensors.torch_private import warn
+from .._tensors.torch_public import warn
 from . import checks, foreign, layout
 
 #: rules that differ only in their decay, and load each other's states, as torch's do

@@ -7,7 +7,7 @@ import torch
 
 from .._tensors import devices
 from .._tensors.sharding import is_packed, local
-from .._tensors.torch_private import warn
+from .._tensors.torch_public import warn
 from . import dither
 from .store import StoredState
 from .watch import PIECE, Watch, clear_rows

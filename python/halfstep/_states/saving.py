@@ -4,6 +4,7 @@ import torch
 
 from .._settings.groups import TOLD, check_generator
 from .._settings.options import keep_plain
+from .._tensors.torch_private import is_transient
 from . import checks, layout
 from .loading import Loading, unwrap
 
@@ -15,9 +16,7 @@ _TRANSIENT = (
     "_number",
     "grad_scale",
     "found_inf",
-    "_zero_grad_profile_name",
     "step",
-    "_opt_called",
 )
 
 
@@ -98,8 +97,7 @@ class Saving:
         kept = {
             key: value
             for key, value in attributes.items()
-            if key not in _TRANSIENT
-            and not (key.startswith("_optimizer_") and key.endswith("_hooks"))
+            if key not in _TRANSIENT and not is_transient(key)
         }
         self._given = self.residuals.hashes()
         return {

@@ -23,7 +23,7 @@ from .._library.abi import check, invoke, lib
 from .._settings.groups import TOLD
 from .._tensors import devices, sharding
 from .._tensors.sharding import stored
-from .._tensors.torch_private import increment_versions, warn_once
+from .._tensors.torch_public import increment_versions, warn_once
 from . import convert, layout
 from .files import count, parsed
 from .planes import Plane

@@ -11,7 +11,7 @@ from .._states.watch import version
 from .._tensors import devices
 from .._tensors.parameters import PLAIN, check_parameter
 from .._tensors.sharding import local, stored
-from .._tensors.torch_private import warn
+from .._tensors.torch_public import warn
 from .engine import Engine, formats_of
 
 

@@ -7,9 +7,9 @@ import torch
 from .._library.calls import GRID
 from .._states.watch import versions
 from .._tensors import devices, sharding
-from .._tensors.guards import guard
 from .._tensors.parameters import check_gradient, stored_dtype
 from .._tensors.sharding import local, stored
+from .guards import guard
 
 _Tensor = torch.Tensor
 # Called through map(), which costs half as much as a loop.

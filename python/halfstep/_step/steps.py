@@ -11,7 +11,8 @@ from .._states.members import NOTHING, Member
 from .._tensors import devices
 from .._tensors.parameters import stored_dtype
 from .._tensors.sharding import local, stored
-from .._tensors.torch_private import increment_versions, no_dynamo, warn
+from .._tensors.torch_private import no_dynamo
+from .._tensors.torch_public import increment_versions, warn
 from .gather import Ready
 
 
