@@ -17,9 +17,10 @@ import torch
 from ._library import abi, calls
 from ._library.abi import SLOT_GRADIENT, SLOT_WEIGHT, check, invoke, lib
 from ._states import layout
+from ._states.bits import clear_rows
 from ._states.convert import Codec
 from ._states.handles import Handle, seed_of
-from ._states.watch import Watch, clear_rows, version
+from ._states.watch import State, Watch
 from ._tensors import devices, sharding
 from ._tensors.parameters import (
     DTYPES,
@@ -608,18 +609,8 @@ class EMA(torch.nn.Module):
         if not watch:
             return
         extras = self._extras()
-        strangers = watch.strangers(extras.get)
-        # A new tensor may be in the place of a known one. It is recognized by the residual that it
-        # found there.
-        known = {id(note.extra): note for note in watch.notes}
-        strangers += [
-            (average, None)
-            for average, extra in extras.items()
-            if average not in watch.index
-            and id(extra) in known
-            and known[id(extra)].extra_version == version(extra)
-        ]
-        for average, rows in strangers:
+        watch.adopt(extras, state=State.LOADED)
+        for average, rows, _ in watch.strangers(extras.get):
             if average not in extras:
                 continue
             clear_rows(extras[average], rows)

@@ -292,9 +292,12 @@ class Gathered(Part):
                 s.placements, s.shape = self._placed(s.whole)
 
 
-def like(p, tensor):
-    """Returns a tensor of this process as the local part of a DTensor that is cut like p."""
-    return _dtensor(tensor, p.device_mesh, p.placements, p.shape) if is_dtensor(p) else tensor
+def like(p, tensor, shape=None):
+    """Returns a tensor of this process as the local part of a DTensor that is cut like p. `shape`
+    is that of the whole, None for p's."""
+    if not is_dtensor(p):
+        return tensor
+    return _dtensor(tensor, p.device_mesh, p.placements, p.shape if shape is None else shape)
 
 
 def refuse(params, what, advice):
@@ -371,6 +374,11 @@ def is_flat(p, flat):
     """Returns True for a flat buffer of many parameters. It is one by itself or by the option of
     its optimizer."""
     return p.dim() == 1 and p.numel() >= _FLAT_ELEMENTS and bool(flat or _is_flat_parameter(p))
+
+
+def is_of_fsdp1(p):
+    """Returns True for a buffer of FSDP1, or a parameter whose memory is in one."""
+    return _is_flat_parameter(p) or bool(vars(p).get("_fsdp_flattened"))
 
 
 def is_sharded_buffer(p):
