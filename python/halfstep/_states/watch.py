@@ -153,6 +153,7 @@ class Watch:
         for i in looked:
             p, note = self.tensors[i], self.notes[i]
             if given is not None and p not in given:
+                self._sit_out(i)
                 continue
             if not decides and note.state in (State.LOADED, State.FOUND):
                 continue
@@ -189,14 +190,10 @@ class Watch:
         moved = _place(p) != self.places[i]
         if version(p) == known and not moved:
             return State.LEFT
-        if self.witness is not None and known is not None:
+        if self.witness is not None and known is not None and note.witness is not None:
             by_compiler = version(self.witness) - note.witness
-            # Only weights that went through the same calls in the same way saw the same increments.
-            if by_compiler and (
-                note.compiled != self.compiled
-                or note.copied not in (None, self.witness_copied)
-                or given is not None
-                and given[p] != given[None]
+            if by_compiler and not (
+                self._went_alike(note) and (given is None or given[p] == given[None])
             ):
                 return State.BLURRED
             known += by_compiler
@@ -209,6 +206,20 @@ class Watch:
         if extra is not note.extra or extra is not None and version(extra) != note.extra_version:
             return State.PAIR
         return State.WRITTEN
+
+    def _went_alike(self, note):
+        """Returns True if a weight went through the last compiled step as the witness did, so that
+        both saw the same increments."""
+        return note.compiled == self.compiled and note.copied in (None, self.witness_copied)
+
+    def _sit_out(self, i):
+        """Notes that a weight takes no part in a compiled step: the increments after the last one
+        are over, and the witness says no more of it."""
+        note = self.notes[i]
+        if note.state is State.LEFT and note.witness is not None and self._went_alike(note):
+            if self.versions[i] is not None:
+                self.versions[i] += version(self.witness) - note.witness
+            note.witness = None
 
     def _is_recycled(self, held, p):
         """Returns True if the former memory of a weight lies on another device or has other
