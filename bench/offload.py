@@ -31,6 +31,7 @@ import time
 import types
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep
@@ -83,11 +84,22 @@ class Side:
 
     def copy(self, to, tensor):
         to.copy_(tensor)
-        COPIED[tensor.data_ptr() in HOST] += to.nbytes
+        COPIED[tensor in HOST] += to.nbytes
 
 
-#: addresses of what lies in the process, where the CPU stands for both
-HOST = set()
+class Host(dict):
+    """The tensors that lie in the process, where the CPU stands for both. It knows them by address,
+    and by a weak reference to their memory: the allocator gives an address again."""
+
+    def add(self, tensor):
+        self[tensor.data_ptr()] = StorageWeakRef(tensor.untyped_storage())
+
+    def __contains__(self, tensor):
+        known = self.get(tensor.data_ptr())
+        return known is not None and not known.expired()
+
+
+HOST = Host()
 #: whether what is not there is on the "GPU" now: not for the plain optimizer
 ACTIVE = [False]
 
@@ -96,7 +108,7 @@ def stand_in():
     def kept(function):
         def call(*arguments, **options):
             made = function(*arguments, **options)
-            HOST.add(made.data_ptr())
+            HOST.add(made)
             return made
 
         return call
@@ -105,7 +117,7 @@ def stand_in():
         return torch.device(
             "cpu"
             if not ACTIVE[0]
-            or tensor.data_ptr() in HOST
+            or tensor in HOST
             or tensor.dim() == 0
             or tensor.dtype != torch.bfloat16
             else "cuda:0"
@@ -113,16 +125,11 @@ def stand_in():
 
     devices.of, devices.Side, devices.wait = of, Side, lambda event: None
     devices.pinned = kept(lambda shape, dtype: torch.empty(shape, dtype=dtype))
-    zeros = kept(lambda shape, dtype: torch.zeros(shape, dtype=dtype))
+    zeros = kept(torch.zeros)
 
     def zeros_on(shape, dtype, device=devices.HOST):
-        if device == devices.HOST:
-            return zeros(shape, dtype)
-        made = torch.zeros(shape, dtype=dtype)
-        HOST.difference_update(
-            [at for at in HOST if made.data_ptr() <= at < made.data_ptr() + made.nbytes]
-        )  # of what was freed
-        return made
+        make = zeros if device == devices.HOST else torch.zeros
+        return make(shape, dtype=dtype)
 
     devices.zeros = zeros_on
     # Steps on the "GPU" are the processor's.
@@ -130,7 +137,7 @@ def stand_in():
     devices.record, devices.capturing, devices.is_pinned = (
         lambda tensors, device: None,
         lambda device: False,
-        lambda tensor: tensor.data_ptr() in HOST,
+        lambda tensor: tensor in HOST,
     )
     host._can_step_on = lambda device: False
 

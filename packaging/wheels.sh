@@ -91,4 +91,4 @@ while read -r tag target device; do
 done < <(rows)
 [ "${#wheels[@]}" != 0 ] || fail "no such tag: $*; platforms.csv lists them"
 "$python" "$tree/packaging/check.py" --results "$work/results" "${wheels[@]}"
-"$python" "$tree/tests/packaging/broken_wheels.py" "${wheels[@]}"
+"$python" "$tree/tests/packages/broken_wheels.py" "${wheels[@]}"

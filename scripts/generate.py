@@ -42,7 +42,7 @@ def hypers(rules):
 
 def files():
     """The text of each file, by path."""
-    sys.path.append(os.path.join(ROOT, "tests"))
+    sys.path.append(os.path.join(ROOT, "tests", "house"))
     import abi as declared
 
     from halfstep import __main__, rules

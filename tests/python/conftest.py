@@ -425,5 +425,5 @@ def pytest_runtest_makereport(item):
     report = (yield).get_result()
     if report.failed:
         report.sections.append(
-            ("reproduce", "bash tests/run_python.sh " + shlex.quote(report.nodeid))
+            ("reproduce", "bash tests/tools/run_python.sh " + shlex.quote(report.nodeid))
         )

@@ -16,7 +16,7 @@ import pytest
 from halfstep._library import abi
 
 SOURCE = Path(os.environ.get("HALFSTEP_SOURCE", Path(__file__).resolve().parents[2]))
-# The words of each line; tests/abi.py describes them.
+# The words of each line; tests/house/abi.py describes them.
 LINES = [line.split(" ", 3) for line in (SOURCE / "tests/golden/abi.txt").read_text().splitlines()]
 
 STRUCTURES = {

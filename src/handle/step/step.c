@@ -150,12 +150,12 @@ static int norms(const struct hstep_request *s)
 {
     const struct hstep_device *device = s->o->device;
     const struct hstep_call *c = &s->call;
-    const int64_t count = count_sums(s->o, c->first, c->n);
-    if (!count || c->micro) return HALFSTEP_OK;
+    const int64_t sums = count_sums(s->o, c->first, c->n);
+    if (!sums || c->micro) return HALFSTEP_OK;
     int error = device->decide(c);
     if (!error) error = zero_sums(s);
     if (!error) error = sum_all(s);
-    if (!error) error = device->carry(c->context, c->statistics + hstep_sums_offset(c->n), count / HSTEP_EXACT_LIMBS);
+    if (!error) error = device->carry(c->context, c->statistics + hstep_sums_offset(c->n), sums);
     if (!error) *s->norms_made = 1;
     return error;
 }
