@@ -1,7 +1,7 @@
 #!/bin/bash
 # trainers.sh FOLDER [--write | ENVIRONMENT...]: runs the tests of trainers, each trainer's own packages in an environment of their
 # own under FOLDER/trainers, and holds the table of docs/frameworks.md to the results; --write writes it. With environments named
-# (folders of tests/python/trainers, or "main" for the trainers that the environment of tests/python has) it runs only those.
+# (folders of tests/trainers, or "main" for the trainers that the environment of tests/python has) it runs only those.
 set -eu
 cd "$(dirname "$0")/.."
 build=$(mkdir -p "$1" && cd "$1" && pwd)
@@ -9,7 +9,7 @@ shift
 write=
 [ "${1:-}" != --write ] || { write=--write && shift; }
 all=(main)
-for list in tests/python/trainers/*/requirements.txt; do
+for list in tests/trainers/*/requirements.txt; do
     all+=("$(basename "$(dirname "$list")")")
 done
 [ $# != 0 ] || set -- "${all[@]}"
@@ -23,12 +23,12 @@ for name; do
     rm -f "$HALFSTEP_CELLS"
     if [ "$name" = main ]; then
         bash tests/tools/run_python.sh -m cell tests/python || status=1
-    elif [ ! -e "tests/python/trainers/$name/requirements.txt" ]; then
+    elif [ ! -e "tests/trainers/$name/requirements.txt" ]; then
         echo "unknown environment '$name'; known: ${all[*]}" >&2
         exit 2
-    elif bash scripts/venv.sh "$build/trainers/$name" "tests/python/trainers/$name/requirements.txt"; then
+    elif bash scripts/venv.sh "$build/trainers/$name" "tests/trainers/$name/requirements.txt"; then
         HALFSTEP_LIBRARY=$build/libhalfstep.so HALFSTEP_IO_LIBRARY=$build/libhalfstep_io.so PYTHONPATH=python OMP_NUM_THREADS=1 \
-            "$build/trainers/$name/bin/python" -m pytest -q -rs -p no:cacheprovider "tests/python/trainers/$name" || {
+            "$build/trainers/$name/bin/python" -m pytest -q -rs -p no:cacheprovider "tests/trainers/$name" || {
             echo "     reproduce: bash scripts/trainers.sh $build $name"
             status=1
         }
@@ -36,5 +36,5 @@ for name; do
         status=1
     fi
 done
-[ $# != ${#all[@]} ] || PYTHONPATH=tests/python:scripts "$build/venv/bin/python" tests/python/trainers/table.py "$build/trainers" $write || status=1
+[ $# != ${#all[@]} ] || PYTHONPATH=tests/python:scripts "$build/venv/bin/python" tests/trainers/table.py "$build/trainers" $write || status=1
 exit $status

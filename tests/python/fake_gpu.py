@@ -17,7 +17,7 @@ import threading
 import pytest
 import torch
 
-from halfstep._step import rounds
+from halfstep._step import steps
 from halfstep._tensors import devices
 
 HOST = torch.device("cpu")
@@ -288,13 +288,13 @@ class Fake:
         ):
             assert hasattr(devices, name)
             patch.setattr(devices, name, function)
-        step = rounds.Release.step_sent
+        step = steps.Steps.step_sent
 
         def alone(*arguments):  # the library asks the driver, too
             with self.lock:
                 step(*arguments)
 
-        patch.setattr(rounds.Release, "step_sent", alone)
+        patch.setattr(steps.Steps, "step_sent", alone)
 
     def close(self):
         """Frees everything, and fails if the driver was misused."""

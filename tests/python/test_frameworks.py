@@ -17,7 +17,7 @@ TITLES = re.findall("^## (.*)", TEXT, flags=re.M)
 SNIPPETS = [
     (title, code)
     for title in TITLES
-    if not os.path.isdir(os.path.join(ROOT, "tests", "python", "trainers", title))
+    if not os.path.isdir(os.path.join(ROOT, "tests", "trainers", title))
     for code in blocks(title, "python")
 ]
 

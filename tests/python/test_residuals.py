@@ -285,7 +285,7 @@ def test_our_own_writes_are_no_strangers(weights, way, silent):
             if way in ("release", "flat") and step:
                 for p in params.values():
                     opt.step_param(p)
-                opt.step() if way == "release" else opt._parts.release.end_round()
+                opt.step() if way == "release" else opt._parts.steps.end_round()
             elif way == "some gradients":
                 for i, p in enumerate(params.values()):
                     if (i + step) % 2:

@@ -2,7 +2,7 @@
 optimizer whose groups may be others.
 
 Nothing here runs code of a file. torch.load() is called with weights_only. The index of a folder of
-torch.distributed.checkpoint may name the classes in _INDEX only.
+torch.distributed.checkpoint may name the classes in INDEX only.
 """
 
 import io
@@ -17,7 +17,8 @@ import torch
 from .._settings import naming
 from .._settings.groups import TOLD, check_generator
 from .._tensors import sharding
-from .._tensors.torch_private import warn
+from .._tensors.torch_private import INDEX
+from .._tensors.torch_public import warn
 from . import checks, files, foreign, layout
 from .checks import is_state, states_in
 
@@ -34,24 +35,6 @@ _FILES = (
 )
 #: names of folders that hold such a file
 _FOLDERS = r"optim|optimizer_\d+|recipe_state|actor"
-#: modules and classes that the index of torch.distributed.checkpoint names
-_INDEX = {
-    "collections": {"OrderedDict"},
-    "pathlib": {"Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"},
-    "torch": {"Size"},
-    "torch.serialization": {"_get_layout"},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-}
 _KNOWN = (
     "halfstep takes optimizer.pt, optimizer.bin, a .ckpt, recipe_state.pt, optim_world_size_*.pt, a"
     " folder of torch.distributed.checkpoint, a file of save_safetensors(), or a folder with one of"
@@ -121,7 +104,7 @@ class _Index(pickle.Unpickler):
     """Reads the index of a folder of torch.distributed.checkpoint."""
 
     def find_class(self, module, name):
-        if name in _INDEX.get(module, ()):
+        if name in INDEX.get(module, ()):
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)

@@ -9,7 +9,8 @@ import torch
 from .._settings import naming
 from .._tensors import devices, sharding
 from .._tensors.sharding import is_packed, local, stored, stored_whole
-from .._tensors.torch_private import increment_versions, warn
+from .._tensors.torch_private import is_in_buffer
+from .._tensors.torch_public import increment_versions, warn
 from . import dither
 from .bits import PIECE, UNKNOWN, clear_rows
 from .layout import HASHES
@@ -33,8 +34,8 @@ class Residuals:
     watch    the weights as this package left them
     """
 
-    def __init__(self, groups, names):
-        self.groups, self.names = groups, names
+    def __init__(self, parts):
+        self.groups, self.names = parts.groups, parts.names
         self.watch = Watch()
         # The kinds of warnings that were given.
         self._warned = set()
@@ -205,7 +206,7 @@ def _whole(p, hashes):
     """Returns hashes of the rows here as a state keeps them. Parts of rows and of vectors tell
     nothing of the whole, so theirs are UNKNOWN. FSDP1 cuts all states as it does its buffers, so
     they have none."""
-    if sharding.is_of_fsdp1(p):
+    if is_in_buffer(p):
         return None
     shape = stored_whole(p)
     count = (shape[0] if len(shape) > 1 else -(-p.numel() // PIECE),)

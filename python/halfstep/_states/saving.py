@@ -4,6 +4,7 @@ import torch
 
 from .._settings.groups import TOLD, check_generator
 from .._settings.options import keep_plain
+from .._tensors.torch_private import is_transient
 from . import checks, layout
 from .loading import Loading, unwrap
 
@@ -15,19 +16,16 @@ _TRANSIENT = (
     "_number",
     "grad_scale",
     "found_inf",
-    "_zero_grad_profile_name",
     "step",
-    "_opt_called",
 )
 
 
 class Saving:
     """Packs and unpacks an optimizer."""
 
-    def __init__(self, groups, names, residuals, cache, accumulation, release, inspection):
-        self.groups, self.names, self.residuals, self.cache = groups, names, residuals, cache
-        self.accumulation, self.release = accumulation, release
-        self.inspection = inspection
+    def __init__(self, parts):
+        self.groups, self.names, self.residuals = parts.groups, parts.names, parts.residuals
+        self.cache, self.steps, self.inspection = parts.cache, parts.steps, parts.inspection
         # The hashes of the last pickle. A process that is spawned opens their memory later.
         self._given = []
 
@@ -60,7 +58,7 @@ class Saving:
         names = self.names.all()
         if any(map(any, names)):
             found["param_names"] = names
-        pending = self.accumulation.pending
+        pending = self.steps.pending
         if pending:
             places = {p: i for i, p in enumerate(self.groups.params())}
             found["pending"] = [places[p] for p in pending if p in places]
@@ -68,7 +66,7 @@ class Saving:
 
     def loading(self, state_dict):
         """Begins to load a state dictionary."""
-        loading = Loading(self.groups, self.names, self.residuals, self.accumulation, state_dict)
+        loading = Loading(self, state_dict)
         self.cache.sync()
         return loading
 
@@ -96,8 +94,7 @@ class Saving:
         kept = {
             key: value
             for key, value in attributes.items()
-            if key not in _TRANSIENT
-            and not (key.startswith("_optimizer_") and key.endswith("_hooks"))
+            if key not in _TRANSIENT and not is_transient(key)
         }
         states = self.residuals.with_hashes(self.groups.state, whole=False)
         self._given = [state.get(layout.HASHES) for state in states.values()]
@@ -106,13 +103,13 @@ class Saving:
             **self.groups.saved(),
             **self.names.saved(),
             "state": states,
-            "_pending": dict(self.accumulation.pending),
+            "_pending": dict(self.steps.pending),
         }
 
     def restart(self, witness):
         """Forgets everything that belongs to the former states."""
         self.cache.forget()
-        self.release.restart()
+        self.steps.restart()
         self.residuals.restart(witness)
 
     def unpack(self, state):
@@ -120,7 +117,7 @@ class Saving:
         what torch's loader has made of a state dictionary. Returns the other attributes."""
         state = dict(state)
         self.names.restore(state)
-        self.accumulation.restore(state.pop("_pending", self.accumulation.pending))
+        self.steps.restore(state.pop("_pending", self.steps.pending))
         if "state" in state:
             state["state"] = unwrap(state["state"])
         self.groups.restore(state)

@@ -16,9 +16,9 @@ import torch
 
 from .._tensors import devices, sharding
 from .._tensors.sharding import is_dtensor, is_packed, local, stored
+from .._tensors.torch_private import version as _get
 from .bits import UNKNOWN, changed_rows, digest, fits, row_hashes, same_bits
 
-_get = torch.Tensor._version.__get__
 #: classes whose tensors count all writes themselves
 _WHOLE = {torch.Tensor, torch.nn.Parameter}
 

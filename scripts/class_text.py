@@ -1,31 +1,28 @@
-"""Reads the options of each class from the library's table of rules: their names, order, defaults,
-types and meanings.
+"""Writes python/halfstep/classes.py, the optimizer class of each rule, for generate.py.
 
-No list of rules is here, so a new rule of src/rules/rules.def becomes a new class. Nothing here
-needs torch, so that cmake/stub.py can write the package's stub without it.
+Names, order, defaults, types and meanings of the options come from the library's table of rules.
+Keywords of all classes, and their types, are those of Optimizer in optimizer.py. No list of rules
+is here, so a new rule of src/rules/rules.def becomes a new class.
 """
 
+import ast
+import json
+import os
 import textwrap
 
-from . import abi
+from halfstep import rules
+from halfstep._library import abi
+from halfstep._settings.assignment import ADAMW_NAMES
+from halfstep.rules import COMMON
 
-#: common options that come from the table; Optimizer's docstring describes them beside its own
-COMMON = ("maximize", "centralize", "cautious")
+ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
+PATH = os.path.join("python", "halfstep", "classes.py")
 #: hyper-parameters that belong to built-in schedules, which torch's schedulers take the place of
 _SCHEDULE = (
     *("warmup_steps", "total_steps", "final_fraction", "final_decay_fraction"),
     *("decay_start", "power"),
 )
 _INTEGERS = ("ns_steps", "k", "d_group")
-#: patterns for matrices that AdamW steps beside Muon: embeddings and heads; biases, norms and
-#: decays, which are matrices in stacks of experts or models. A pattern fits a whole name, or a part
-#: of it between dots
-ADAMW_NAMES = tuple(
-    "*embed* emb emb_* *_emb wte wpe shared.weight *.shared.weight w.weight transformer.w.weight"
-    " *_tokens *lm_head head classifier score fc.weight output.weight output_layer proj_out.weight"
-    " *predictions.decoder.weight pred_layer to_logits qa_outputs"
-    " *bias* *norm.weight *norm?.weight *ln_?.weight *bn?.weight A_log".split()
-)
 #: rules that torch has too: the positional options of its class after `lr`, in order. It is fixed,
 #: so that a class is the same beside every torch.
 _ORDER = {
@@ -112,12 +109,12 @@ _TYPES = {
 
 
 def params_of(rule):
-    """Returns the type of what a rule's class takes first, as it stands in the stub."""
+    """Returns the type of what a rule's class takes first."""
     return "Union[Params, torch.nn.Module]" if rule.name == "muon" else "Params"
 
 
 def type_of(name, default):
-    """Returns the type of an option of a rule, as it stands in the stub."""
+    """Returns the type of an option of a rule."""
     if name in _TYPES:
         return _TYPES[name]
     if isinstance(default, tuple):
@@ -227,3 +224,97 @@ def documentation(rule, options, common):
             ">>> opt.step()",
         ]
     )
+
+
+# ---- The module ----------------------------------------------------------------------------------
+
+HEAD = '''"""The optimizer classes, one for each rule of the library's table.
+
+`make generate` writes this file (scripts/class_text.py). What a class does is in optimizer.py, and
+what some rules do beside it in rules.py. This file is longer than 500 lines because each class has
+all of its options.
+"""
+
+# fmt: off
+from typing import Any, Mapping, Optional, Sequence, Tuple, Union
+
+import torch
+
+from . import rules
+from ._library import abi
+from .optimizer import Optimizer, Params
+
+abi.check_rules("{fingerprint}")
+'''
+
+
+def _common_options():
+    """Returns the keywords that Optimizer takes itself: their types, and their defaults."""
+    with open(os.path.join(ROOT, "python", "halfstep", "optimizer.py"), encoding="utf-8") as file:
+        body = ast.parse(file.read()).body
+    (body,) = (x.body for x in body if isinstance(x, ast.ClassDef) and x.name == "Optimizer")
+    (init,) = (x.args for x in body if isinstance(x, ast.FunctionDef) and x.name == "__init__")
+    kinds = {x.arg: ast.unparse(x.annotation) for x in init.kwonlyargs}
+    return kinds, dict(zip(kinds, map(ast.literal_eval, init.kw_defaults)))
+
+
+def _literal(value):
+    """Returns a default as it is written."""
+    return json.dumps(value) if isinstance(value, str) else repr(value)
+
+
+def _wrapped(items, indent):
+    """Returns items as lines of at most 100 columns, each with a comma and none of them broken."""
+    text = " ".join(item.replace(" ", "\0") + "," for item in items)
+    lines = textwrap.wrap(text, 100 - indent, break_long_words=False, break_on_hyphens=False)
+    return [" " * indent + line.replace("\0", " ") for line in lines]
+
+
+def _class_of(rule, kinds, common):
+    """Returns the lines of a rule's class. `kinds` and `common` are those of _common_options()."""
+    positional, keywords = options_of(rule, common)
+    options = {**positional, **keywords}
+
+    def parameters(given):
+        typed = {name: kinds.get(name) or type_of(name, value) for name, value in given.items()}
+        return _wrapped([f"{name}: {typed[name]} = {_literal(given[name])}" for name in given], 8)
+
+    own = [f'"{name}": {name}' for name in options if name not in common]
+    if rule.name == "adamw":
+        own.append('"decoupled_weight_decay": True')  # which torch's group has, as Adam's child
+    base = f"rules._{rule.label}" if hasattr(rules, "_" + rule.label) else "Optimizer"
+    first, *about = documentation(rule, options, common).splitlines()
+    return [
+        f"class {rule.label}({base}):",
+        f'    """{first}',
+        *(f"    {line}".rstrip() for line in about),
+        '    """',
+        "",
+        f'    rule = "{rule.name}"',
+        "",
+        "    def __init__(",
+        f"        self, params: {params_of(rule)},",
+        *parameters(positional),
+        "        *,",
+        *parameters(keywords),
+        "    ) -> None:",
+        "        super().__init__(",
+        "            params,",
+        "            {",
+        *_wrapped(own, 16),
+        "            },",
+        *_wrapped([f"{name}={name}" for name in options if name in common], 12),
+        "        )",
+    ]
+
+
+def text():
+    """Returns the text of the module."""
+    kinds, common = _common_options()
+    made = [rule for rule in abi.rules.values() if not rule.raw_gradient]
+    out = HEAD.format(fingerprint=abi.rules_fingerprint()).splitlines()
+    for rule in made:
+        out += ["", "", *_class_of(rule, kinds, common)]
+    out += ["", "", "__all__ = [", *_wrapped([f'"{rule.label}"' for rule in made], 4), "]"]
+    out += ["", "rules.classes.update({", *_wrapped([f'"{r.label}": {r.label}' for r in made], 4)]
+    return "\n".join([*out, "})", ""])

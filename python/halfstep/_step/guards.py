@@ -9,10 +9,7 @@ caller compares attributes.
 
 import torch
 
-try:
-    from torch._C._dynamo.guards import TensorGuards as _Guards
-except ImportError:
-    _Guards = None
+from .._tensors.torch_private import TensorGuards as _Guards
 
 
 def _make(tensors):
