@@ -22,6 +22,7 @@ from ._placement.memory import Placement
 from ._states import layout
 from ._states.convert import recode
 from ._states.handles import seed_of
+from ._states.watch import State
 from ._tensors import devices, sharding, torch_private
 from ._tensors.parameters import (
     PLAIN,
@@ -75,11 +76,13 @@ class _Averages(Optimizer):
     rule, _placement, _weights_asked = "ema", _Followed, False
 
 
-def _dropped(name, *_):
-    """Returns the warning about an average that somebody else wrote."""
+def _dropped(name, why, *_):
+    """Returns the warning about the residual of an average that was dropped."""
+    if why is not None:
+        return f"the residual beside the average {name!r} {why}. It was dropped"
     return (
         f"the average {name!r} was written, but not by update_parameters(). The residual kept"
-        " beside it was dropped, because it belonged to the old average. This warning is given once"
+        " beside it was dropped, because it belonged to the old average"
     )
 
 
@@ -315,6 +318,8 @@ class EMA(torch.nn.Module):
                 if name in extras:
                     state["weight.extra"] = extras[name]
                 parts.groups.state[tensor] = state
+            beside = {t: extras[name] for name, t in averages if name in extras}
+            parts.residuals.watch.adopt(beside, state=State.LOADED)
             self._known = held, ids, random, counts
         return [(name, fmt, t) for (name, t), fmt in zip(averages, formats)], parts
 
@@ -370,7 +375,8 @@ class EMA(torch.nn.Module):
         members, parts = self._ready()
         if first:
             parts.residuals.restart()  # everything is written over
-        parts.residuals.notice()
+        else:
+            parts.residuals.notice()
         averages, others = self._pairs(model)
         optimizers = [] if optimizer is None else several(optimizer)
         for one in optimizers:

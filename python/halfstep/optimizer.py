@@ -567,6 +567,15 @@ class Optimizer(torch.optim.Optimizer):
         read_weight()."""
         self._parts.inspection.write_weight(p, values)
 
+    def weights_changed(self, names: Optional[Iterable[str]] = None) -> None:
+        """Says that weights were written where torch counts no write: inside `p.data`, through raw
+        pointers, by another library. Their residuals and error codes are dropped as after a write
+        that this optimizer notices itself, without a warning.
+
+        names   the names of the parameters. None: all. Raises ValueError for an unknown name
+        """
+        self._parts.residuals.tell(names)
+
     def write_state(self, p: torch.Tensor, name: str, values: torch.Tensor) -> None:
         """Stores fp32 values as a state, rounded to nearest. `values` has the parameter's shape.
         Raises HalfstepError if a second moment is negative or not finite."""
@@ -672,9 +681,9 @@ class Optimizer(torch.optim.Optimizer):
         # groups alone.
         saving = self._parts.saving
         saving.restart(self.__dict__.get("_witness"))
-        attributes, hashes = saving.unpack(state)
+        attributes = saving.unpack(state)
         super().__setstate__(attributes)
-        saving.unpacked("defaults" not in state, hashes)
+        saving.unpacked("defaults" not in state)
         if state.get("compile"):
             self._register()
         if state.get("gradient_release"):

@@ -17,7 +17,7 @@ import warnings
 import cells
 import pytest
 import torch
-from common import bits, plain, states  # noqa: F401
+from common import bits, plain, states, stepped  # noqa: F401
 from torch import nn
 
 import halfstep

@@ -286,6 +286,13 @@ def test_the_end_of_join(monkeypatch, gone, packed):
     assert sent == ([] if gone else [3])
 
 
+def test_parameters_of_fsdp1_are_none_without_its_mark():
+    p = nn.Parameter(torch.ones(3))
+    p._fsdp_flattened = True
+    assert torch_private.is_in_buffer(p) and not torch_private.is_in_buffer(nn.Parameter(p))
+    assert not without("_fsdp_flattened").is_in_buffer(p)
+
+
 def test_zeros_without_memory_are_refused_as_what_has_none(monkeypatch):
     gone = without("_is_zerotensor").is_zerotensor
     zeros = torch._efficientzerotensor(3)

@@ -1,5 +1,5 @@
-"""Decides where parameters are stepped and where their states are: beside the weights. offload.py
-and streaming.py have other placements."""
+"""Decides where parameters are stepped and where their states are: beside the weights. host.py and
+streams.py have other placements."""
 
 from .._ranks import ownership
 from .._states.members import NOTHING, Wanted

@@ -6,7 +6,7 @@ import torch
 
 from .._library import abi, calls
 from .._settings import naming
-from .._settings.groups import TOLD, check_told
+from .._settings.groups import COMMON, OWN, TOLD, check_told
 from .._tensors import matrices, sharding
 from .._tensors.parameters import described
 from . import convert, layout
@@ -14,15 +14,11 @@ from .handles import check_seed
 
 #: group keys that only this package has
 OURS = (
-    "weights",
-    "states",
-    "decay",
-    "reference_lr",
+    *OWN,
+    *(name for name in COMMON if name != "maximize"),  # torch's too
     "first_lr",
     "seed",
     "generator",
-    "centralize",
-    "cautious",
     "matrix",
     "heads",
     "split",
@@ -194,6 +190,14 @@ def _check_state(groups, rule, name, p, state, hypers, how):
         raise ValueError(
             f"halfstep: state {layout.TRAINED!r} of parameter {name!r} is not a tensor of"
             f" {sharding.stored(p).dtype} of shape {sharding.stored_whole(p)}"
+        )
+    hashes = sharding.local(state.get(layout.HASHES))
+    if layout.HASHES in state and (
+        not isinstance(hashes, torch.Tensor) or hashes.dtype != torch.int64 or hashes.dim() != 1
+    ):
+        raise ValueError(
+            f"halfstep: state {layout.HASHES!r} of parameter {name!r} is {described(hashes)}, not"
+            " int64 numbers for its rows; delete it, and the weight is not checked"
         )
     identity = layout.take_number(state, "id", name)
     if identity == 0:

@@ -93,7 +93,7 @@ class Loading:
         names.refresh()
         self.before = [dict(group) for group in groups]
         # What the dictionary holds beside states, by the numbers of parameters.
-        self.renamed, self.positions, self.pending, self.hashes, self.places = {}, False, (), {}, {}
+        self.renamed, self.positions, self.pending, self.places = {}, False, (), {}
         checks.check_whole(state_dict)
         # The dictionary may be this optimizer's own, edited. It is copied, so that the handle's
         # numbers do not overwrite it.
@@ -115,12 +115,7 @@ class Loading:
             if not any(isinstance(key, str) for key in group["params"]):
                 checks.check_names(group, place)
         checks.check_keys(given)
-        self.pending, self.hashes = given.get("pending", ()), given.get("weight_hashes", {})
-        if not isinstance(self.hashes, dict):
-            raise ValueError(
-                "halfstep: 'weight_hashes' of this state is not a dictionary of one tensor for each"
-                " parameter's number; delete it, and weights are not checked"
-            )
+        self.pending = given.get("pending", ())
         groups, self.renamed, self.positions = naming.align(self.names.all(), given["param_groups"])
         numbers = [key for group in groups for key in group["params"]]
         self.places = {key: i for i, key in enumerate(numbers)}
@@ -191,13 +186,6 @@ class Loading:
                 self.names.expect_name(params[number], name)
         self.steps.restore(
             {params[self.places[key]]: True for key in self.pending if key in self.places}
-        )
-        self.residuals.take_hashes(
-            {
-                params[self.places[key]]: known
-                for key, known in self.hashes.items()
-                if key in self.places
-            }
         )
         self.groups.show_estimates()
         if self.positions:

@@ -96,7 +96,7 @@ class Member:
         self.dense = devices.is_plain(held)
         self.address, self.lies = held.data_ptr(), devices.of(held)
         self.bound = self.places = ()
-        #: brings states to where it is stepped and back (streaming.py, ownership.py), or None
+        #: brings states to where it is stepped and back (streams.py, ownership.py), or None
         self.stage = None
 
     @property

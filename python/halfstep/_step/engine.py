@@ -166,7 +166,7 @@ class Engine:
 
     def __init__(self, groups, divided, meant, store=None):
         """`groups` are the optimizer's Groups. `divided` has three items for each handle: its
-        device, the stage that brings states there (streaming.py, ownership.py) or None, and a list
+        device, the stage that brings states there (streams.py, ownership.py) or None, and a list
         of Wanted.
         `meant` is that of declare(). `store` is the file of the states, or None."""
         settings, state, groups = groups.settings(), groups.state, groups.param_groups

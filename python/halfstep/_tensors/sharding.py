@@ -290,9 +290,12 @@ class Gathered(Part):
                 s.placements, s.shape = self._placed(s.whole)
 
 
-def like(p, tensor):
-    """Returns a tensor of this process as the local part of a DTensor that is cut like p."""
-    return _dtensor(tensor, p.device_mesh, p.placements, p.shape) if is_dtensor(p) else tensor
+def like(p, tensor, shape=None):
+    """Returns a tensor of this process as the local part of a DTensor that is cut like p. `shape`
+    is that of the whole, None for p's."""
+    if not is_dtensor(p):
+        return tensor
+    return _dtensor(tensor, p.device_mesh, p.placements, p.shape if shape is None else shape)
 
 
 def refuse(params, what, advice):

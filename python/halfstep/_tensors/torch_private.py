@@ -202,6 +202,13 @@ def is_cut(buffer):
     return _need(buffer, "_unpadded_unsharded_size", _FLAT).numel() != buffer.numel()
 
 
+def is_in_buffer(p):
+    """Returns True for an FSDP1 buffer, and for a parameter whose memory is in one.
+    `_fsdp_flattened` in torch/distributed/fsdp/_common_utils.py since 2.1. Without it returns
+    False."""
+    return bool(vars(p).get("_fsdp_flattened"))
+
+
 def parts_of(buffer):
     """Yields name, elements and start of each parameter in an FSDP1 buffer that is cut. The start
     is where the part here begins, or None if no part is here. `_fqns`, `_numels` and
