@@ -13,6 +13,7 @@ from ._library import abi
 from ._library.abi import HalfstepError
 from .accumulate import GradientAccumulator
 from .ema import EMA
+from .fit import fit
 from .full_precision import full_precision_state_dict
 from .offload import CPUOffload
 from .optimizer import Optimizer, name_parameters
@@ -35,6 +36,7 @@ __all__ = [
     "optimizer",
     "name_parameters",
     "plan",
+    "fit",
     "EMA",
     "GradientAccumulator",
     "CPUOffload",

@@ -81,3 +81,32 @@ def follow(cls, name, then):
 
     followed._halfstep = (*followers, then)
     setattr(cls, name, followed)
+
+
+# ---- Steps without memory ------------------------------------------------------------------------
+
+try:
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        FakeTensorMode,
+        UnsupportedFakeTensorException,
+    )
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    #: what torch raises where a step asks for the value of a tensor without memory
+    NO_VALUE = (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        UnsupportedFakeTensorException,
+    )
+except ImportError:
+    #: without them halfstep.fit raises RuntimeError, and nothing else is lost
+    FakeTensorMode, TorchDispatchMode, NO_VALUE = None, object, ()  # type: ignore[assignment]
+
+
+def in_backward():
+    """Returns True inside a backward pass. Where torch does not tell it is False, and a trace then
+    counts what a backward pass allocates as activations."""
+    ask = getattr(torch._C, "_current_graph_task_id", None)
+    return ask is not None and ask() >= 0
