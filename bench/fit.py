@@ -135,7 +135,9 @@ def measured(model, step, recipe, release):
         opt.step()
         opt.zero_grad()
     held = {id(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors(model, opt)}
-    pieces = {t.untyped_storage().data_ptr(): held[id(t.untyped_storage())] for t in tensors(model, opt)}
+    pieces = {
+        t.untyped_storage().data_ptr(): held[id(t.untyped_storage())] for t in tensors(model, opt)
+    }
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profile:

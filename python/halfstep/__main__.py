@@ -138,7 +138,7 @@ def show_fit(given):
         step,
         given.memory,
         recipes=given.recipes.split(",") if given.recipes else None,
-        batch=given.batch if given.batch == "max" else int(given.batch),
+        batch=int(given.batch) if given.batch.isdecimal() else given.batch,
         ranks=given.ranks,
         device=given.device,
         title=f"{type(model).__name__} of {given.sequence} tokens",

@@ -311,7 +311,7 @@ def fit(
         except _Refused as error:
             if recipes is not None:
                 raise ValueError(str(error)) from error.__cause__
-            notes.append(f"{recipe} is left out: {str(error).removeprefix('halfstep: ')}.")
+            notes.append(f"{recipe} is left out: {str(error).split(': ', 1)[-1]}.")
             continue
         rows += found
     recipes = list(dict.fromkeys(row.recipe for row in rows))

@@ -11,7 +11,7 @@ import halfstep
 
 PACKAGE = Path(halfstep.__file__).parent
 #: from the top to the bottom, as docs/architecture.md has them
-ROOMS = ["public", "_placement", "_step", "_states", "_ranks", "_settings", "_weights8", "_tensors",
+ROOMS = ["public", "_forecast", "_placement", "_step", "_states", "_ranks", "_settings", "_weights8", "_tensors",
          "_library"]  # fmt: skip
 FILES = {path.relative_to(PACKAGE): path for path in sorted(PACKAGE.rglob("*.py"))}
 TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FILES.items()}

@@ -38,7 +38,8 @@ padding:12px 16px;border-radius:6px;overflow-x:auto;font-size:13.5px}
 .legend span{display:inline-flex;align-items:center;gap:7px}
 .key{width:13px;height:13px;border-radius:2px}
 svg{display:block;width:100%;min-width:620px;height:auto}
-svg text{font-size:12px;fill:var(--soft)}svg text.total{fill:var(--ink);font-weight:600}
+svg text{font-size:12px;fill:var(--soft);stroke:var(--page);stroke-width:3px;paint-order:stroke}
+svg text.total{fill:var(--ink);font-weight:600}
 li{margin:2px 0;font-size:14px}
 """
 _WIDTH = 100
@@ -79,7 +80,8 @@ def _places(fit):
     for row in fit.rows:
         found.setdefault(row.place, []).append(row.way)
     return [
-        f"The peak is at {place}: {', '.join(dict.fromkeys(ways))}." for place, ways in found.items()
+        f"The peak is at {place}: {', '.join(dict.fromkeys(ways))}."
+        for place, ways in found.items()
     ]
 
 
@@ -123,14 +125,20 @@ def _bars(fit):
     scale = max([row.peak for row in fit.rows] + [fit.memory or 0, 1])
     left, right, high = 330, 560, 20
     out, y, last = [], 4, None
+    bottom = y + high * len(fit.rows) + 8 * len({row.recipe for row in fit.rows})
+    if fit.memory is not None:
+        x = left + fit.memory / scale * right
+        out.append(
+            f'<line x1="{x:.1f}" y1="0" x2="{x:.1f}" y2="{bottom}" stroke="var(--bad)"'
+            f' stroke-width="1.5"/><text x="{x:.1f}" y="{bottom + 14}" text-anchor="middle">'
+            f"{size(fit.memory)}</text>"
+        )
     for row in fit.rows:
         if row.recipe != last:
             y += 8
             out.append(f'<text x="0" y="{y + 12}" class="total">{escape(row.recipe)}</text>')
             last = row.recipe
-        out.append(
-            f'<text x="{left - 8}" y="{y + 12}" text-anchor="end">{escape(row.way)}</text>'
-        )
+        out.append(f'<text x="{left - 8}" y="{y + 12}" text-anchor="end">{escape(row.way)}</text>')
         x = float(left)
         for number, (fields, name, *_) in enumerate(_PARTS):
             part = sum(getattr(row, field) for field in fields)
@@ -142,15 +150,8 @@ def _bars(fit):
             x += wide
         out.append(f'<text x="{x + 6:.1f}" y="{y + 12}">{size(row.peak)}</text>')
         y += high
-    if fit.memory is not None:
-        x = left + fit.memory / scale * right
-        out.append(
-            f'<line x1="{x:.1f}" y1="0" x2="{x:.1f}" y2="{y}" stroke="var(--bad)"'
-            f' stroke-width="1.5"/><text x="{x:.1f}" y="{y + 14}" text-anchor="middle">'
-            f"{size(fit.memory)}</text>"
-        )
     return (
-        f'<svg viewBox="0 0 {left + right + 90} {y + 20}" role="img"'
+        f'<svg viewBox="0 0 {left + right + 90} {bottom + 20}" role="img"'
         f' aria-label="peaks by recipe and way">{"".join(out)}</svg>'
     )
 
@@ -161,7 +162,7 @@ def html(fit, whole=True):
 
     def line(tag, some, names):
         inner = "".join(
-            f'<{tag}{" class=name" if i < names else ""}>{escape(cell)}</{tag}>'
+            f"<{tag}{' class=name' if i < names else ''}>{escape(cell)}</{tag}>"
             for i, cell in enumerate(some)
         )
         return f"<tr>{inner}</tr>"

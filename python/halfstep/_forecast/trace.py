@@ -26,6 +26,11 @@ CUDA_BLOCK = 512
 #: attention that a GPU computes by FlashAttention. Its backward pass sums into memory of its own
 #: (aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd)
 _ATTENTION_BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
+_ELSEWHERE = (
+    "halfstep.fit: the step makes tensors on another device than the model's parameters, or runs"
+    " under autocast for one. Tensors without memory are the processor's: in the step, take"
+    " device = next(model.parameters()).device for tensors, and device.type for torch.autocast()"
+)
 
 
 @dataclass
@@ -164,6 +169,8 @@ class _Follower(torch_private.TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(hasattr(t, "packed") for t in types):
             return NotImplemented  # the subclass comes first, and what it runs comes back here
+        if torch.is_autocast_enabled():  # that of GPUs
+            raise ValueError(_ELSEWHERE)
         found = func(*args, **(kwargs or {}))
         inside = bool(self.stack) or not torch_private.in_backward()
         self._note(found, _ACTIVATION if inside else _TEMPORARY)
@@ -177,10 +184,7 @@ class _Follower(torch_private.TorchDispatchMode):
                 self._note(each, kind)
         elif isinstance(found, torch.Tensor) and found.device.type != "meta":
             if found.device.type != "cpu":
-                raise ValueError(
-                    f"the step makes a tensor on {found.device}, but a trace has tensors of the"
-                    " processor only: make tensors on the device of the model's parameters"
-                )
+                raise ValueError(_ELSEWHERE)
             if not hasattr(found, "packed"):
                 self.born(found.untyped_storage(), kind)
 
@@ -289,16 +293,23 @@ def trace(model, step, prepare):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                warnings.filterwarnings("error", "User provided device_type")
+                warnings.filterwarnings("error", ".*Disabling autocast")
                 with mode, follower:
                     step(model)
         except torch_private.NO_VALUE as error:
             raise ValueError(_asked(error)) from error
-        except UserWarning as error:
+        except torch_private.UnsupportedOperatorException as error:
             raise ValueError(
-                "halfstep.fit: the step runs under autocast for a device that is not here; write"
-                " torch.autocast(next(model.parameters()).device.type, ...) in it"
+                f"halfstep.fit: the operator {error} does not say what shape its result has; give"
+                " it a form without memory by torch.library.register_fake(), or take another"
+                " attention or loss"
             ) from error
+        except UserWarning as error:
+            raise ValueError(_ELSEWHERE) from error
+        except (RuntimeError, AssertionError) as error:
+            if "cuda" in str(error).lower():
+                raise ValueError(_ELSEWHERE) from error
+            raise
         finally:
             for handle in handles:
                 handle.remove()

@@ -91,10 +91,12 @@ try:
         DynamicOutputShapeException,
         FakeTensorMode,
         UnsupportedFakeTensorException,
+        UnsupportedOperatorException,
     )
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    #: what torch raises where a step asks for the value of a tensor without memory
+    #: what torch raises where a step asks for the value of a tensor without memory. It raises
+    #: UnsupportedOperatorException for an operator of others that knows no such tensors
     NO_VALUE = (
         DataDependentOutputException,
         DynamicOutputShapeException,
@@ -103,6 +105,7 @@ try:
 except ImportError:
     #: without them halfstep.fit raises RuntimeError, and nothing else is lost
     FakeTensorMode, TorchDispatchMode, NO_VALUE = None, object, ()  # type: ignore[assignment]
+    UnsupportedOperatorException = ()  # type: ignore[assignment]
 
 
 def in_backward():
