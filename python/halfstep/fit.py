@@ -81,7 +81,7 @@ class FitRow:
     gradients: int
     activations: int
     temporaries: int
-    #: what kernels of a GPU take beside those of a processor
+    #: attention on a GPU, convolutions on a processor: what these kernels take beside their results
     kernels: int
     #: context and device code of a GPU
     device: int
@@ -372,7 +372,7 @@ def _row(traces, recipe, kind, way, planned, ranks, batch):
     if not freed and int(total[-1]) + workspace > int(total[event]):
         event, place = -1, "the optimizer's step"
     elif not freed and traces.cuda:
-        workspace = 0
+        workspace = 0  # taken in the step only, while a processor keeps it
     parts = dict(zip(KINDS, lines[:, event].tolist()))
     # A gradient that leaves for the process is there until its copy is made.
     leaving = planned.gradients if freed and way.startswith("CPUOffload") else 0
@@ -385,7 +385,7 @@ def _row(traces, recipe, kind, way, planned, ranks, batch):
         "gradients": parts["gradients"] + share(leaving),
         "activations": parts["activations"],
         "temporaries": parts["temporaries"] + workspace,
-        "kernels": parts["kernels"],
+        "kernels": parts["kernels"] + parts["convolutions"],
         "device": DEVICE_CODE + CONTEXT if traces.cuda else 0,
     }
     return FitRow(
@@ -419,6 +419,11 @@ def _notes(cuda, ranks):
             "Not counted: other processes, workspace of cuBLAS and cuDNN, what a GPU's kernels take"
             " beside that.",
         ]
+    else:
+        notes.append(
+            "Convolutions are counted with oneDNN's copies of their input and output, or with"
+            " columns of the input where oneDNN does not compute in their dtype."
+        )
     notes.append("A longer sequence or a larger batch than the one that was traced takes more.")
     if ranks > 1:
         notes.append(

@@ -15,6 +15,7 @@ from torch import nn
 import halfstep
 from halfstep import __main__ as program
 from halfstep._forecast.trace import KINDS, prepared, trace
+from halfstep._tensors import torch_private
 from halfstep.fit import _largest
 from halfstep.plan import plan
 
@@ -68,9 +69,8 @@ def bench(*arguments):
     return [line for line in done.stdout.splitlines() if line.startswith("| ")][1:]
 
 
-@pytest.mark.parametrize("model, choices", [("llama", "0,3,11"), ("gpt2", "2,8")])
-def test_the_peak_of_real_steps(model, choices):
-    assert len(bench("--models", model, "--choices", choices)) == choices.count(",") + 1
+def test_the_peak_of_real_steps():
+    assert len(bench("--models", "small", "--choices", "0,7,11")) == 6
 
 
 @pytest.mark.all
@@ -123,6 +123,22 @@ def test_attention_of_gpus_takes_more():
     kernels = KINDS.index("kernels")
     assert traced.curve(cuda=True)[kernels].max() == 4 * 2 * 4 * 128 * (32 + 1)
     assert traced.curve(cuda=False)[kernels].max() == 0
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_convolutions_of_a_processor_take_more(blocks, monkeypatch):
+    monkeypatch.setattr(torch_private, "has_blocks", lambda dtype: blocks)
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 4, 1)).bfloat16()
+
+    def convolve(model):
+        model(torch.zeros(2, 3, 10, 10, dtype=torch.bfloat16)).sum().backward()
+
+    traced = trace(model, convolve, lambda model: None)
+    line = KINDS.index("convolutions")
+    most = 2 * 2 * 100 * (8 + 4 if blocks else 3 * 9)
+    assert traced.curve(cuda=False)[line].max() == most
+    assert traced.curve(cuda=True)[line].max() == 0
 
 
 def test_the_largest_batch():

@@ -5,6 +5,7 @@ Tensors are fakes of the processor (FakeTensorMode): they have shapes and lifeti
 
 import contextlib
 import functools
+import math
 import os
 import traceback
 import warnings
@@ -18,8 +19,8 @@ from .._tensors.sharding import is_packed, stored
 from .._weights8.views import rows_like
 
 #: what memory is for; the position in this list is its number in a trace
-KINDS = ("weights", "buffers", "gradients", "activations", "temporaries", "kernels")
-_WEIGHT, _BUFFER, _GRADIENT, _ACTIVATION, _TEMPORARY, _KERNEL = range(len(KINDS))
+KINDS = ("weights", "buffers", "gradients", "activations", "temporaries", "kernels", "convolutions")
+_WEIGHT, _BUFFER, _GRADIENT, _ACTIVATION, _TEMPORARY, _KERNEL, _CONVOLUTION = range(len(KINDS))
 #: torch's allocator for CUDA gives memory in multiples of so many bytes (kMinBlockSize in
 #: c10/cuda/CUDACachingAllocator.cpp)
 CUDA_BLOCK = 512
@@ -65,9 +66,7 @@ class Trace:
         if cuda:
             whole = (deltas.abs() + CUDA_BLOCK - 1) // CUDA_BLOCK * CUDA_BLOCK
             deltas = deltas.sign() * whole
-        else:
-            deltas[kinds == _KERNEL] = 0
-        deltas[kinds == _WEIGHT] = 0
+        deltas[(kinds == _WEIGHT) | (kinds == (_CONVOLUTION if cuda else _KERNEL))] = 0
         lines = torch.zeros(len(KINDS), len(deltas), dtype=torch.int64)
         lines.scatter_(0, kinds[None], deltas[None])
         if release and self.dead:
@@ -174,8 +173,13 @@ class _Follower(torch_private.TorchDispatchMode):
         found = func(*args, **(kwargs or {}))
         inside = bool(self.stack) or not torch_private.in_backward()
         self._note(found, _ACTIVATION if inside else _TEMPORARY)
-        if func.overloadpacket.__name__ == _ATTENTION_BACKWARD:
-            self._kernel(_flash_memory(*args[1:4]))
+        name = func.overloadpacket.__name__
+        if name == _ATTENTION_BACKWARD:
+            self._kernel(_KERNEL, _flash_memory(*args[1:4]))
+        elif name == "convolution":
+            self._kernel(_CONVOLUTION, _convolution_memory(args[0], args[1], found))
+        elif name == "convolution_backward":
+            self._kernel(_CONVOLUTION, _convolution_memory(args[1], args[2], args[0]))
         return found
 
     def _note(self, found, kind):
@@ -188,12 +192,25 @@ class _Follower(torch_private.TorchDispatchMode):
             if not hasattr(found, "packed"):
                 self.born(found.untyped_storage(), kind)
 
-    def _kernel(self, size):
+    def _kernel(self, kind, size):
         """Notes memory that a kernel takes and gives back."""
         piece = len(self.trace.kinds)
-        self.trace.kinds.append(_KERNEL)
+        self.trace.kinds.append(kind)
         self._event(piece, size)
         self._event(piece, -size)
+
+
+def _convolution_memory(given, weight, out):
+    """Returns the bytes that a convolution takes on a processor beside its results: oneDNN's copies
+    of its input and output in blocks; or where oneDNN does not compute in this dtype, the input's
+    columns, one for each element of the output."""
+    if torch_private.has_blocks(given.dtype):
+        return given.nbytes + out.nbytes
+    window = math.prod(weight.shape[2:])
+    if window == 1:
+        return 0
+    columns = given.shape[0] * given.shape[1] * window * math.prod(out.shape[2:])
+    return columns * given.element_size()
 
 
 def _flash_memory(query, key, _):

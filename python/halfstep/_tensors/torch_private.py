@@ -108,6 +108,16 @@ except ImportError:
     UnsupportedOperatorException = ()  # type: ignore[assignment]
 
 
+def has_blocks(dtype):
+    """Returns True if convolutions of a dtype run in oneDNN on this processor. Where torch does not
+    tell, only those of fp32 do."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return True
+    name = "bf16" if dtype == torch.bfloat16 else "fp16"
+    ask = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", None)
+    return ask is not None and ask()
+
+
 def in_backward():
     """Returns True inside a backward pass. Where torch does not tell it is False, and a trace then
     counts what a backward pass allocates as activations."""
