@@ -25,13 +25,13 @@ SETTINGS ?=
 test-machines: build
 	@bash scripts/setup.sh machines
 	@bash scripts/build.sh "$(BUILD)" $(JOBS) -DHALFSTEP_TESTS=ON -DHALFSTEP_WERROR=ON
-	@bash tests/python_package.sh
-	@python3 tests/machines.py "$(BUILD)" $(JOBS) $(SETTINGS)
+	@bash tests/packages/python_package.sh
+	@python3 tests/packages/machines.py "$(BUILD)" $(JOBS) $(SETTINGS)
 
 # The test programs under AddressSanitizer and UndefinedBehaviorSanitizer. Part of test-all.
 sanitizers: build
 	@bash scripts/setup.sh test
-	@HALFSTEP_BUILD="$(BUILD)" bash tests/other_build.sh "$(BUILD)/asan" clang --preset asan -DCMAKE_C_COMPILER=clang
+	@HALFSTEP_BUILD="$(BUILD)" bash tests/tools/other_build.sh "$(BUILD)/asan" clang --preset asan -DCMAKE_C_COMPILER=clang
 
 # What to run after each change: programs and scripts that are short and the layout of sources, without the Python package and other builds.
 check:
@@ -42,7 +42,7 @@ check:
 test-trainers: build
 	@bash scripts/setup.sh test
 	@bash scripts/build.sh "$(BUILD)" $(JOBS) -DHALFSTEP_TESTS=ON
-	@bash tests/python_package.sh
+	@bash tests/packages/python_package.sh
 	@bash scripts/trainers.sh "$(BUILD)" $(WRITE)
 
 # Makes in build/dist what a release has for the Python index: the sdist and a wheel for each row of packaging/platforms.csv. TAGS names
@@ -87,7 +87,7 @@ docs: build
 # Branches and lines that the tests reach, by folder, and those that they do not.
 coverage:
 	@bash scripts/setup.sh test
-	@bash tests/coverage.sh "$(BUILD)/coverage" $(JOBS)
+	@bash tests/tools/coverage.sh "$(BUILD)/coverage" $(JOBS)
 
 bench: build
 	@"$(BUILD)/halfstep" bench
@@ -113,7 +113,7 @@ budgets: build
 GENERATORS ?= philox7 mixer lattice
 stats:
 	@bash scripts/setup.sh stats
-	@for generator in $(GENERATORS); do OUT="$(BUILD)/random" sh tests/random_stats.sh $$generator || exit 1; done
+	@for generator in $(GENERATORS); do OUT="$(BUILD)/random" sh tests/core/random_stats.sh $$generator || exit 1; done
 
 # Everything of docs/reliability.md but the fuzzers: every call into the C library fails, a thousand kills, a million steps. About
 # an hour on one core; `make test` runs a short choice.

@@ -1,5 +1,5 @@
-# Every test comes from the files in tests/: test_*.c are programs, *_test.sh are scripts, python/test_*.py run under pytest in a
-# virtual environment, and the other builds at the end repeat the programs with other compilers. Other programs in tests/ serve the
+# Every test comes from the files in the rooms of tests/: test_*.c are programs, *_test.sh are scripts, python/test_*.py run under pytest
+# in a virtual environment, and the other builds at the end repeat the programs with other compilers. Other programs in tests/ serve the
 # scripts. What a program links follows from what it includes. A test that lacks something is skipped with the reason, or fails
 # where CI=true.
 #
@@ -53,7 +53,7 @@ function(halfstep_test_program name source)
     list(PREPEND libraries hstep_tools)
   endif()
   add_executable(${name} ${source} ${ARGN})
-  target_include_directories(${name} PRIVATE include src tools tests .)
+  target_include_directories(${name} PRIVATE include src tools tests tests/tools .)
   target_compile_definitions(${name} PRIVATE ${halfstep_have_isas} $<$<BOOL:${CMAKE_CROSSCOMPILING}>:HSTEP_TEST_EMULATED=1>)
   target_link_libraries(${name} PRIVATE ${libraries} m)
   # gcc 12's vectorizer fails on some of them (an internal error, for aarch64), and they have no use for it.
@@ -86,8 +86,8 @@ endfunction()
 # Drivers without a GPU, by the name that the library looks for, and what they take for device code: one runs each kernel as the host's entry
 # of its name, the other the kernels themselves.
 function(halfstep_fake_cuda name folder kernels)
-  add_library(${name} SHARED EXCLUDE_FROM_ALL ${tests}/fake_cuda/fake_cuda.c ${kernels} ${ARGN})
-  target_include_directories(${name} PRIVATE include src tests)
+  add_library(${name} SHARED EXCLUDE_FROM_ALL ${tests}/cuda/fake/fake_cuda.c ${kernels} ${ARGN})
+  target_include_directories(${name} PRIVATE include src tests tests/tools)
   target_link_libraries(${name} PRIVATE halfstep_static Threads::Threads m)
   target_link_options(${name} PRIVATE LINKER:--exclude-libs,ALL)
   set_target_properties(${name} PROPERTIES OUTPUT_NAME cuda SUFFIX .so.1 LIBRARY_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/tests/${folder})
@@ -107,7 +107,7 @@ if(UNIX AND NOT HALFSTEP_TESTS STREQUAL UNIT AND HALFSTEP_CLANG AND HALFSTEP_PYT
   endif()
   # Instructions of any GPU are emulated on this machine only.
   add_library(cuda_machine OBJECT EXCLUDE_FROM_ALL ${tests}/cuda/machine.c ${tests}/cuda/registers.c ${tests}/cuda/memory.c ${tests}/cuda/watch.c ${tests}/cuda/change.c)
-  target_include_directories(cuda_machine PRIVATE include src tests)
+  target_include_directories(cuda_machine PRIVATE include src tests tests/tools)
   target_compile_options(cuda_machine PRIVATE ${machine})
   set(folder ${PROJECT_BINARY_DIR}/tests/cuda)
   file(MAKE_DIRECTORY ${folder})
@@ -134,25 +134,25 @@ if(UNIX AND NOT HALFSTEP_TESTS STREQUAL UNIT AND HALFSTEP_CLANG AND HALFSTEP_PYT
   set_target_properties(cuda_arithmetic PROPERTIES OUTPUT_NAME arithmetic LIBRARY_OUTPUT_DIRECTORY ${folder})
 endif()
 if(UNIX)
-  halfstep_fake_cuda(fake_cuda fake_cuda ${tests}/fake_cuda/kernels.c)
-  add_library(fake_blas SHARED EXCLUDE_FROM_ALL ${tests}/fake_cuda/fake_blas.c)
+  halfstep_fake_cuda(fake_cuda cuda/fake ${tests}/cuda/fake/kernels.c)
+  add_library(fake_blas SHARED EXCLUDE_FROM_ALL ${tests}/cuda/fake/fake_blas.c)
   target_include_directories(fake_blas PRIVATE ${PROJECT_SOURCE_DIR}/src)
   target_link_libraries(fake_blas PRIVATE ${CMAKE_DL_LIBS})
-  set_target_properties(fake_blas PROPERTIES OUTPUT_NAME cublas SUFFIX .so.12 LIBRARY_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/tests/fake_cuda)
+  set_target_properties(fake_blas PROPERTIES OUTPUT_NAME cublas SUFFIX .so.12 LIBRARY_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/tests/cuda/fake)
   add_dependencies(fake_cuda fake_blas)
   if(with_emulation)
-    halfstep_fake_cuda(fake_cuda_emulated fake_cuda/emulated $<TARGET_OBJECTS:cuda_machine> $<TARGET_OBJECTS:cuda_every>)
+    halfstep_fake_cuda(fake_cuda_emulated cuda/fake/emulated $<TARGET_OBJECTS:cuda_machine> $<TARGET_OBJECTS:cuda_every>)
     add_executable(device_faults EXCLUDE_FROM_ALL ${PROJECT_SOURCE_DIR}/lab/device_faults.c)
-    target_include_directories(device_faults PRIVATE include src tools tests .)
+    target_include_directories(device_faults PRIVATE include src tools tests tests/tools .)
     target_link_libraries(device_faults PRIVATE halfstep_static fake_cuda_emulated Threads::Threads m)
     # The tables of rows stay in the driver, where they can be changed.
     target_compile_options(device_faults PRIVATE -fPIC)
     set_target_properties(device_faults PROPERTIES RUNTIME_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/tests)
   endif()
-  file(WRITE ${PROJECT_BINARY_DIR}/tests/fake_cuda/image "fake\n")
+  file(WRITE ${PROJECT_BINARY_DIR}/tests/cuda/fake/image "fake\n")
 endif()
 
-# The sources whose work tests/test_growth.c counts. gcc and clang can put a call at the beginning of each basic block.
+# The sources whose work tests/core/test_growth.c counts. gcc and clang can put a call at the beginning of each basic block.
 set(CMAKE_REQUIRED_FLAGS -fsanitize-coverage=trace-pc)
 check_c_source_compiles("void __sanitizer_cov_trace_pc(void) {} int main(void) { return 0; }" can_count_blocks)
 unset(CMAKE_REQUIRED_FLAGS)
@@ -165,9 +165,9 @@ if(can_count_blocks AND with_io AND NOT APPLE)
   target_compile_options(hstep_counted PRIVATE -O0 -g0 -fsanitize-coverage=trace-pc)
 endif()
 
-halfstep_compile_per_isa(test_vec_unit tests/test_vec_unit.c vec_unit_objects)
-file(GLOB programs CONFIGURE_DEPENDS "${sources_here}/tests/*.c")
-list(FILTER programs EXCLUDE REGEX "/(test_vec_unit|header_test_c|test_cuda_kernels)\\.c$")
+halfstep_compile_per_isa(test_vec_unit tests/core/test_vec_unit.c vec_unit_objects)
+file(GLOB programs CONFIGURE_DEPENDS "${sources_here}/tests/*/test_*.c" "${sources_here}/tests/core/random_stream.c")
+list(FILTER programs EXCLUDE REGEX "/(test_vec_unit|test_cuda_kernels)\\.c$")
 foreach(source IN LISTS programs)
   get_filename_component(name ${source} NAME_WE)
   set(extra "")
@@ -200,14 +200,14 @@ if(TARGET hstep_counted)
   target_link_options(test_growth PRIVATE LINKER:--wrap=memmove LINKER:--wrap=memcpy LINKER:--wrap=memset)
 endif()
 if(with_emulation)
-  # A build and a run of tests/test_cuda_kernels.c with the kernels of a name.
+  # A build and a run of tests/cuda/test_cuda_kernels.c with the kernels of a name.
   set(CMAKE_REQUIRED_LINK_OPTIONS -fsanitize=address)
   check_c_source_compiles("int main(void) { return 0; }" with_asan_heap)
   unset(CMAKE_REQUIRED_LINK_OPTIONS)
   function(halfstep_cuda_kernels name labels)
     set(program test_cuda_${name})
-    add_executable(${program} EXCLUDE_FROM_ALL ${tests}/test_cuda_kernels.c $<TARGET_OBJECTS:cuda_machine> $<TARGET_OBJECTS:cuda_${name}>)
-    target_include_directories(${program} PRIVATE include src tools tests .)
+    add_executable(${program} EXCLUDE_FROM_ALL ${tests}/cuda/test_cuda_kernels.c $<TARGET_OBJECTS:cuda_machine> $<TARGET_OBJECTS:cuda_${name}>)
+    target_include_directories(${program} PRIVATE include src tools tests tests/tools .)
     target_link_libraries(${program} PRIVATE halfstep_static Threads::Threads m)
     # AddressSanitizer's heap, without its checks, tells the watch where allocations end.
     if(with_asan_heap)
@@ -224,7 +224,7 @@ if(with_emulation)
   add_test(NAME test_cuda_driver_emulated COMMAND test_cuda_driver --short WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
   halfstep_test_properties(test_cuda_driver_emulated "long;all" TIMEOUT 1800 COST 30 FIXTURES_REQUIRED test_cuda_every)
   set_property(TEST test_cuda_driver_emulated APPEND PROPERTY
-    ENVIRONMENT FAKE_CUDA=${PROJECT_BINARY_DIR}/tests/fake_cuda/emulated/libcuda.so.1)
+    ENVIRONMENT FAKE_CUDA=${PROJECT_BINARY_DIR}/tests/cuda/fake/emulated/libcuda.so.1)
 endif()
 
 # tests/faults/calls.def lists the calls that can be made to fail, in a program by the linker, elsewhere by LD_PRELOAD.
@@ -255,7 +255,7 @@ if(TARGET test_faults)
   set_target_properties(faults PROPERTIES C_VISIBILITY_PRESET default LIBRARY_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/tests)
 endif()
 
-# The targets of fuzz/ under libFuzzer, which tests/test_fuzz_*.c run without it.
+# The targets of fuzz/ under libFuzzer, which tests/faults/test_fuzz_*.c run without it.
 if(HALFSTEP_FUZZ)
   file(GLOB targets CONFIGURE_DEPENDS "${sources_here}/fuzz/fuzz_*.c")
   add_custom_target(fuzz)
@@ -272,14 +272,14 @@ endif()
 
 if(NOT HALFSTEP_TESTS STREQUAL UNIT)
   # The public headers compile alone, as C and as C++: these have no main, compiling them is the test.
-  add_library(header_test_c OBJECT tests/header_test_c.c)
+  add_library(header_test_c OBJECT tests/house/header_test_c.c)
   target_include_directories(header_test_c PRIVATE include)
   target_compile_options(header_test_c PRIVATE -Wpedantic)
   include(CheckLanguage)
   check_language(CXX)
   if(CMAKE_CXX_COMPILER)
     enable_language(CXX)
-    add_library(header_test_cpp OBJECT tests/header_test_cpp.cpp)
+    add_library(header_test_cpp OBJECT tests/house/header_test_cpp.cpp)
     target_include_directories(header_test_cpp PRIVATE include)
     target_compile_options(header_test_cpp PRIVATE -Wpedantic)
     set_target_properties(header_test_cpp PROPERTIES CXX_STANDARD 17 CXX_STANDARD_REQUIRED ON CXX_EXTENSIONS OFF)
@@ -303,13 +303,14 @@ if(NOT HALFSTEP_TESTS STREQUAL UNIT)
     target_link_libraries(example_${name} PRIVATE halfstep m)
     set_target_properties(example_${name} PROPERTIES RUNTIME_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/examples)
     # One with a script of its own, which leaves nothing behind, is run by that.
-    if(NOT EXISTS ${tests}/${name}_test.sh)
+    file(GLOB script CONFIGURE_DEPENDS "${sources_here}/tests/*/${name}_test.sh")
+    if(NOT script)
       add_test(NAME example_${name} COMMAND example_${name} WORKING_DIRECTORY ${PROJECT_BINARY_DIR})
       halfstep_test_properties(example_${name} "" TIMEOUT 300)
     endif()
   endforeach()
 
-  file(GLOB scripts CONFIGURE_DEPENDS "${sources_here}/tests/*_test.sh")
+  file(GLOB scripts CONFIGURE_DEPENDS "${sources_here}/tests/*/*_test.sh")
   foreach(script IN LISTS scripts)
     get_filename_component(name ${script} NAME_WE)
     file(STRINGS ${script} marks REGEX "^# .*\\(make (check|test-all) ")
@@ -343,14 +344,14 @@ if(NOT HALFSTEP_TESTS STREQUAL UNIT)
     add_test(NAME ${name} COMMAND bash ${ARGN} WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
     halfstep_test_properties(${name} long TIMEOUT 3600)
   endfunction()
-  halfstep_python_test(python_package ${tests}/python_package.sh)
-  halfstep_python_test(python ${tests}/run_python.sh)
-  halfstep_python_test(python_package_sdist ${tests}/python_package.sh sdist)
-  halfstep_python_test(python_all ${tests}/run_python.sh all)
+  halfstep_python_test(python_package ${tests}/packages/python_package.sh)
+  halfstep_python_test(python ${tests}/tools/run_python.sh)
+  halfstep_python_test(python_package_sdist ${tests}/packages/python_package.sh sdist)
+  halfstep_python_test(python_all ${tests}/tools/run_python.sh all)
   set_tests_properties(python_package PROPERTIES COST 3000 FIXTURES_SETUP python)
   set_tests_properties(python python_all PROPERTIES COST 2000 FIXTURES_REQUIRED python PROCESSORS ${cores})
   set_tests_properties(python_package_sdist python_all PROPERTIES LABELS all)
-  add_test(NAME format CONFIGURATIONS check COMMAND bash ${tests}/run_python.sh -m "not all" tests/python/test_format.py
+  add_test(NAME format CONFIGURATIONS check COMMAND bash ${tests}/tools/run_python.sh -m "not all" tests/python/test_format.py
     WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
   halfstep_test_properties(format "" TIMEOUT 600)
 
@@ -358,7 +359,7 @@ if(NOT HALFSTEP_TESTS STREQUAL UNIT)
   # configured, built and run by one test. They are the longest tests, so they start first.
   function(halfstep_other_build name needs)
     add_test(NAME build_${name}
-      COMMAND bash ${tests}/other_build.sh ${PROJECT_BINARY_DIR}/${name} "${needs}" -DHALFSTEP_TESTS=UNIT
+      COMMAND bash ${tests}/tools/other_build.sh ${PROJECT_BINARY_DIR}/${name} "${needs}" -DHALFSTEP_TESTS=UNIT
               -DHALFSTEP_SHORT_TESTS=ON -DHALFSTEP_WERROR=${HALFSTEP_WERROR} ${ARGN})
     halfstep_test_properties(build_${name} "long;all" TIMEOUT 3600 COST 4000)
   endfunction()

@@ -5,7 +5,7 @@
 #include <fcntl.h>
 #include <sys/stat.h>
 
-#include "../tests/folders.h"
+#include "../tests/tools/folders.h"
 
 /* FOLDER/halfstep-fuzz-PID; removed when the process ends. */
 static char scratch[512];

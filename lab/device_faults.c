@@ -30,7 +30,7 @@
 
 #include <tests/cuda/change.h>
 #include <tests/cuda/emulate.h>
-#include <tests/test.h>
+#include <tests/tools/test.h>
 #include <tools/cli/verify/golden.c>
 
 /* ---- Changes ---- */
@@ -374,7 +374,7 @@ int main(int argc, char **argv)
     cases = golden_cases(&n_cases);
     setenv("FAKE_CUDA_OPEN", "1", 1);
     char image[4096];
-    snprintf(image, sizeof image, "%.*sfake_cuda/image", (int)(strrchr(argv[0], '/') - argv[0] + 1), argv[0]);
+    snprintf(image, sizeof image, "%.*scuda/fake/image", (int)(strrchr(argv[0], '/') - argv[0] + 1), argv[0]);
     setenv("HALFSTEP_CUDA_IMAGE", image, 1);
     hstep_emulation.most = 1L << 27;
 

@@ -11,7 +11,7 @@
  *
  * A single step costs 10 to 20 us under a hypervisor. The program therefore stops at branches only (branches.h), at
  * 2 us each. With --single-step it counts by the processor's trap flag instead, and must find the same (x86-64;
- * tests/instructions_test.sh). Instructions of the C library are not counted, because they differ from machine to
+ * tests/house/instructions_test.sh). Instructions of the C library are not counted, because they differ from machine to
  * machine. An instruction with a repeat prefix counts as one. On x86-64 objdump finds where instructions begin. */
 #define _GNU_SOURCE
 #define HALFSTEP_ADVANCED

@@ -24,7 +24,7 @@ scalar and the widest instruction set. map-*.json has the lines that each test e
 baseline-*.json its seconds without a mutant. A test that fails without a mutant is named and left
 out. A test that takes ten times as long as without a mutant, and 20 seconds more, has failed. The
 program needs gcov and the BUILD/venv of `make test`, which has Ninja. It uses ccache and process
-namespaces if they are there. Builds inside ctest (tests/other_build.sh) take part program by
+namespaces if they are there. Builds inside ctest (tests/tools/other_build.sh) take part program by
 program if --flavours names them. Mutants of kernels skip these builds, because they take a compiler
 minutes there. Scripts that compile a tree of their own take no part, because no coverage is counted
 in it.
@@ -663,14 +663,14 @@ class Tree:
                     {
                         os.path.normpath(os.path.join(f, n))
                         for n in names
-                        for f in ("tests", here, "")
+                        for f in ("tests", "tests/tools", here, "")
                     }
                     | {f"{here}/{m}.py" for m in modules}
                 ),
             )
         for other in self.texts[path][1]:
             if other.startswith(("tests/", "fuzz/")) and not re.match(
-                r"tests/(test_\w+\.c|python/test_|\w+_test\.sh)", other
+                r"tests/(\w+/test_|\w+/\w+_test\.sh)", other
             ):
                 self.near(other, seen)
         return seen
@@ -731,7 +731,10 @@ class Tree:
                     None,
                 )
                 stem = os.path.basename(program)
-                own = f"examples/{stem[8:]}.c" if stem.startswith("example_") else f"tests/{stem}.c"
+                source = rf"tests/\w+/{stem}\.c"
+                if stem.startswith("example_"):
+                    source = rf"examples/{stem[8:]}\.c"
+                own = next((f for f in self.files if re.fullmatch(source, f)), "")
                 files = self.near(script or own, [])
                 modules = [target for stem, target in targets if stem.startswith("libhalfstep")]
                 needs = (
@@ -751,7 +754,7 @@ class Tree:
                     files,
                 )
         for path in sorted(self.files) if python else ():
-            if re.fullmatch(r"tests/python/test_\w+\.py", path):
+            if re.fullmatch(r"tests/python/(\w+/)?test_\w+\.py", path):
                 self.python_tests(path, tests)
         return {
             name: test for name, test in tests.items() if self.setting.tests.search(name)

@@ -1,7 +1,7 @@
 #!/bin/bash
 # abidiff.sh BUILD [TAG]: compares the libraries of this tree with those of TAG by abidiff, which reads their debug information. TAG is
 # the last release before this commit if not given. Fails if programs that were built with TAG could misbehave and HALFSTEP_ABI has not
-# risen. tests/abi_test.sh judges the list of the headers; this judges what was compiled.
+# risen. tests/house/abi_test.sh judges the list of the headers; this judges what was compiled.
 set -eu
 cd "$(dirname "$0")/.."
 folder=$1/abi

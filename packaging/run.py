@@ -3,7 +3,7 @@ wheel. Programs that use them are compiled by zig for the wheel's platform.
 
 * packaging/load.c finds every function that the package binds, and hears what is said of GPUs.
 * Sizes and offsets of structures are those of tests/golden/abi.txt.
-* tests/test_golden.c takes every case once on every instruction set that runs here.
+* tests/core/test_golden.c takes every case once on every instruction set that runs here.
 * The other tests of tests/ that use the public interface only run in full, or --short where
   another system is stood in for.
 * Python installs the wheel of this machine by pip, steps, verifies, and keeps states in a file.
@@ -33,7 +33,7 @@ ZIG = pathlib.Path(ziglang.__file__).parent / "zig"
 FLAGS = [
     *("-O1", "-g0", "-std=c11", "-D_GNU_SOURCE=", "-DHSTEP_TEST_SHARED=1"),
     *("-ffp-contract=off", "-fno-sanitize=undefined", "-w"),
-    *(f"-I{SOURCE / folder}" for folder in ("include", "src", "tools", "tests", "")),
+    *(f"-I{SOURCE / folder}" for folder in ("include", "src", "tools", "tests", "tests/tools", "")),
 ]
 #: instruction sets of a processor, by which golden hashes are shared between processes
 ISAS = re.findall(r"^ISA\((\w+), *(\w+)", (SOURCE / "src/vec/isas.def").read_text(), re.M)
@@ -71,7 +71,7 @@ def public_tests():
     it includes. Such a program includes no header of src/, and compiles in every source whose
     header it includes."""
     found = {}
-    for source in sorted(SOURCE.glob("tests/test_*.c")):
+    for source in sorted(SOURCE.glob("tests/*/test_*.c")):
         try:
             words = run(["cc", "-MM", *FLAGS, source]).replace("\\\n", " ").split()[1:]
         except Failed:  # it wants definitions that builds make
@@ -192,12 +192,12 @@ class Wheel:
         """Holds sizes and offsets of structures to tests/golden/abi.txt, as the compiler of this
         platform lays them out."""
         source = self.folder / "structures.c"
-        source.write_text(run([sys.executable, SOURCE / "tests/abi.py", "--program"]))
+        source.write_text(run([sys.executable, SOURCE / "tests/house/abi.py", "--program"]))
         return self.start(self.compile(source, "structures", self.dynamic))
 
     def jobs(self, tests):
         """Yields a name and a function for each thing to run, the longest first."""
-        golden = self.compile(SOURCE / "tests/test_golden.c", "test_golden", self.links)
+        golden = self.compile(SOURCE / "tests/core/test_golden.c", "test_golden", self.links)
         for isa, processor in ISAS:
             if processor in ("any", self.processor) and self.prefix is not None:
                 yield (

@@ -3,7 +3,7 @@
     wheels.py WORK TAG DIST
 
 WORK is the folder packaging of a build. Modules and metadata are those of the wheel in WORK/base,
-which `pip wheel` made. Libraries and stub are those of WORK/wheels/TAG/install. Licences of what
+which `pip wheel` made. Libraries are those of WORK/wheels/TAG/install. Licences of what
 zig has linked in are added, and a bill of materials (SBOM, CycloneDX 1.6).
 """
 

@@ -62,22 +62,21 @@ compile() {
     [ "$3" = no ] || device=ON
     quietly cmake -G Ninja -S "$tree" -B "$folder/build" -DCMAKE_TOOLCHAIN_FILE="$tree/cmake/zig.cmake" \
         -DHALFSTEP_ZIG="$zig" -DHALFSTEP_ZIG_TARGET="$2" -DHALFSTEP_CUDA=$device -DHALFSTEP_WERROR=ON \
-        -DHALFSTEP_STUB="$work/__init__.pyi" "${defines[@]}"
+        "${defines[@]}"
     quietly cmake --build "$folder/build" --target halfstep_python
 }
 rows() { tail -n +2 "$tree/packaging/platforms.csv" | tr , ' '; }
 
-# The library of this machine tells what the classes are. The modules are those of `pip install`.
+# The modules are those of `pip install`, with the library of this machine.
 here=$(rows | awk -v target="$(uname -m)-linux-gnu" 'index($2, target) == 1')
 [ -n "$here" ] || fail "platforms.csv has no row that this machine ($(uname -m)) could run"
 # shellcheck disable=SC2086
 compile $here
 library=$work/wheels/${here%% *}/build/libhalfstep.so
-quietly "$python" -I "$tree/cmake/stub.py" "$library" "$work/__init__.pyi"
 rm -rf "$work/base"
 mkdir "$work/base"
 quietly "$python" -m pip wheel --disable-pip-version-check --no-index --no-deps --no-build-isolation -w "$work/base" \
-    --config-settings=cmake.define.HALFSTEP_PREBUILT="$library" --config-settings=cmake.define.HALFSTEP_STUB="$work/__init__.pyi" "$tree"
+    --config-settings=cmake.define.HALFSTEP_PREBUILT="$library" "$tree"
 
 wheels=()
 while read -r tag target device; do
@@ -91,4 +90,4 @@ while read -r tag target device; do
 done < <(rows)
 [ "${#wheels[@]}" != 0 ] || fail "no such tag: $*; platforms.csv lists them"
 "$python" "$tree/packaging/check.py" --results "$work/results" "${wheels[@]}"
-"$python" "$tree/tests/packaging/broken_wheels.py" "${wheels[@]}"
+"$python" "$tree/tests/packages/broken_wheels.py" "${wheels[@]}"

@@ -2,7 +2,7 @@
 # compat.sh BUILD FOLDER [read]: writes one file of each kind that later versions have to read into FOLDER, which must be new or empty, and
 # reads them back. With "read", reads what is there. BUILD has the C programs of the tests and an environment of Python, or PYTHON names one.
 #
-#   FOLDER/c         by tests/test_compat.c: a checkpoint of every storage format, a file of an optimizer, a file of states
+#   FOLDER/c         by tests/io/test_compat.c: a checkpoint of every storage format, a file of an optimizer, a file of states
 #   FOLDER/program   checkpoints of `halfstep train lm` on one process and, where there is MPI, on three
 #   FOLDER/python    by scripts/compat.py: state dictionaries, a pickle, a file of states, weights of 8 bits, averages, sums
 #
@@ -25,7 +25,7 @@ train() {
     local start=()
     [ "$1" = 1 ] || start=(mpirun -n "$1")
     (
-        . tests/mpi.sh
+        . tests/program/mpi.sh
         "${start[@]}" "$program" train lm --data data/demo.txt --recipe adamw/bf16-ecc8/int8 --width 64 --depth 1 --heads 2 --context 32 \
             --batch 2 --micro-steps 3 --accumulator tree --steps 3 --threads 1 --val-every 0 --eval-batches 1 --sample-bytes 0 --seed 9 \
             --quiet --json --checkpoint "$2" "${@:3}"

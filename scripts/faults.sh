@@ -25,7 +25,7 @@ part python3 tests/faults/durability.py --all
 part "$build/tests/test_kill_save" 1000
 part "$build/tests/test_store" 1000
 part "$build/tests/test_long_run" 1000000
-part bash tests/mpi_test.sh long
+part bash tests/program/mpi_test.sh long
 if [ -e "$build/venv/halfstep.installed" ]; then
     export OMP_NUM_THREADS=1
     part env LD_PRELOAD=libfaults.so LD_LIBRARY_PATH="$build/tests" "$build/venv/bin/python" tests/faults/python_sweep.py

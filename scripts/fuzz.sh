@@ -13,9 +13,11 @@ cmake -S . -B "$build" -DHALFSTEP_TOOLS=ON -DHALFSTEP_IO=ON -DHALFSTEP_TESTS=UNI
 cmake --build "$build" --parallel "$(nproc)" --target fuzz >"$build/build.log"
 
 targets=$(cd fuzz && ls fuzz_*.c | sed 's/\.c$//')
-python=$source/build/venv/bin/python
-count=$(echo "$targets" | wc -w)
-[ ! -e "$python" ] || count=$((count + 1))
+count=$(echo "$targets" | wc -w) python=
+if [ -e "$source/build/venv/halfstep.installed" ]; then
+    python=$source/build/venv/bin/python
+    count=$((count + 1))
+fi
 # 0 would be no limit to libFuzzer.
 seconds=$((minutes > 0 ? minutes * 60 / count : 1))
 status=0
@@ -32,7 +34,7 @@ for target in $targets; do
     runs=$(sed -nE 's/^stat::number_of_executed_units: +//p' "$log")
     printf '| %s | %s | %s | %s |\n' "$target" "$seconds" "${runs:-?}" "$found"
 done
-if [ -e "$python" ]; then
+if [ -n "$python" ]; then
     out=$(HALFSTEP_BUILD=$source/build "$python" fuzz/fuzz_state_dict.py --seconds "$seconds") || status=1
     printf '%s\n' "$out" | tail -n 1
     [ "$status" = 0 ] || printf '%s\n' "$out" | head -n -1

@@ -1,16 +1,18 @@
 #!/usr/bin/env python3
 """Keeps files up to date that follow from the library's table of rules: the hash that `python -m
-halfstep verify` expects, and the lists of rules in docs/choosing.md, of hyper-parameters in
-docs/c.md and of classes in docs/python.md. Also the list of the ABI, from the headers.
-(cmake/stub.py makes the stub of the package with the wheel.)
+halfstep verify` expects, the package's classes (class_text.py), and the lists of rules in
+docs/choosing.md, of hyper-parameters in docs/c.md and of classes in docs/python.md. Also the list
+of the ABI, from the headers.
 
-    generate.py            names the files that would change, and exits with 1 if there are any
+    generate.py            names the files that would change, and exits with 1 if there are any. If
+                           the classes would, the others wait for them
     generate.py --write    writes them
 
 Both take the package in this tree and the library that HALFSTEP_LIBRARY names. `make generate`
 builds that library first.
 """
 
+import importlib.util
 import os
 import re
 import sys
@@ -40,9 +42,17 @@ def hypers(rules):
     return "\n".join(lines) + "\n"
 
 
+def classes():
+    """The text of the package's classes, by path. It needs no package that has been run."""
+    sys.path.append(os.path.join(ROOT, "scripts"))
+    import class_text
+
+    return {class_text.PATH: class_text.text()}
+
+
 def files():
-    """The text of each file, by path."""
-    sys.path.append(os.path.join(ROOT, "tests"))
+    """The text of each other file, by path."""
+    sys.path.append(os.path.join(ROOT, "tests", "house"))
     import abi as declared
 
     from halfstep import __main__, rules
@@ -72,18 +82,33 @@ def files():
     }
 
 
-def main():
-    sys.path.insert(0, os.path.join(ROOT, "python"))
-    changed = []
-    for path, text in files().items():
+def update(texts):
+    """Prints which files have other texts, and writes them with --write. Returns how many there
+    are that were not written."""
+    left = 0
+    for path, text in texts.items():
         with open(os.path.join(ROOT, path), encoding="utf-8") as file:
-            if file.read() != text:
-                changed.append(path)
-        if path in changed and "--write" in sys.argv[1:]:
+            if file.read() == text:
+                continue
+        print(path)
+        if "--write" in sys.argv[1:]:
             with open(os.path.join(ROOT, path), "w", encoding="utf-8") as file:
                 file.write(text)
-    print("\n".join(changed))
-    return 1 if changed and "--write" not in sys.argv[1:] else 0
+        else:
+            left += 1
+    return left
+
+
+def main():
+    sys.path.insert(0, os.path.join(ROOT, "python"))
+    # The package refuses a library whose table its classes were not written from.
+    spec = importlib.util.find_spec("halfstep")
+    package = sys.modules["halfstep"] = importlib.util.module_from_spec(spec)
+    left = update(classes())
+    if not left:
+        spec.loader.exec_module(package)
+        left = update(files())
+    return 1 if left else 0
 
 
 if __name__ == "__main__":

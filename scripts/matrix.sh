@@ -1,5 +1,5 @@
 #!/bin/bash
-# matrix.sh BUILD [--keep] [NAME...]: tries the wheel in BUILD/dist with other torches and Pythons. Each list of tests/matrix,
+# matrix.sh BUILD [--keep] [NAME...]: tries the wheel in BUILD/dist with other torches and Pythons. Each list of tests/packages/matrix,
 # torch-VERSION-python-VERSION.txt, is an environment; NAME is one, or the first part of several ("torch-2.6"). An environment takes
 # up to 8 GB and is removed when it was tried, unless --keep. Makes the wheel if there is none.
 set -eu
@@ -14,7 +14,7 @@ mkdir -p "$folder"
 
 # The oldest goes first and the others follow from the newest down, so that checkpoints go both ways: each environment resumes
 # those of all before it.
-mapfile -t all < <(cd tests/matrix && printf '%s\n' torch-*.txt | sort -V | sed 's/\.txt$//' | { read -r oldest && echo "$oldest" && tac; })
+mapfile -t all < <(cd tests/packages/matrix && printf '%s\n' torch-*.txt | sort -V | sed 's/\.txt$//' | { read -r oldest && echo "$oldest" && tac; })
 names=()
 for word in "${@:-torch-}"; do
     found=()
@@ -61,7 +61,7 @@ install() {
     # A machine's own pip.conf may cap torch.
     "$program" -m venv "$folder/$name" &&
         PIP_CONSTRAINT=/dev/null "$folder/$name/bin/python" -m pip install --disable-pip-version-check --quiet --no-deps --require-hashes \
-            --only-binary :all: --cache-dir "$folder/cache" -r "tests/matrix/$name.txt" >"$folder/log" 2>&1 ||
+            --only-binary :all: --cache-dir "$folder/cache" -r "tests/packages/matrix/$name.txt" >"$folder/log" 2>&1 ||
         { tail -n 1 "$folder/log" && return 1; }
 }
 
@@ -71,7 +71,7 @@ try() {
     rm -rf "$folder/runs/$name"
     seconds=$(python3 bench/install.py "$python" "$build/dist") && echo "     $seconds" || return 1
     export HALFSTEP_MATRIX=$folder/runs HALFSTEP_MATRIX_NAME=$name
-    enclosed "$python" -I -B -m pytest -q -rs -p no:cacheprovider -c "$PWD/pyproject.toml" "$PWD/tests/matrix" | tee "$folder/log"
+    enclosed "$python" -I -B -m pytest -q -rs -p no:cacheprovider -c "$PWD/pyproject.toml" "$PWD/tests/packages/matrix" | tee "$folder/log"
     [ "${PIPESTATUS[0]}" = 0 ] || return 1
     enclosed "$python" -I -B -m halfstep info >/dev/null && enclosed "$python" -I -B -m halfstep plan 7B >/dev/null &&
         enclosed "$python" -I -B -m halfstep verify || return 1

@@ -22,7 +22,7 @@ for name; do
     export HALFSTEP_CELLS=$build/trainers/$name.json
     rm -f "$HALFSTEP_CELLS"
     if [ "$name" = main ]; then
-        bash tests/run_python.sh -m cell tests/python || status=1
+        bash tests/tools/run_python.sh -m cell tests/python || status=1
     elif [ ! -e "tests/trainers/$name/requirements.txt" ]; then
         echo "unknown environment '$name'; known: ${all[*]}" >&2
         exit 2

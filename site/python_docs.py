@@ -1,21 +1,14 @@
 """Prepares the Python package for docs/reference/python-api.md: an extension of griffe, which reads
 the package's sources for mkdocstrings.
 
-The classes of rules exist only at run time. The extension therefore adds the stub of the wheel,
-which cmake/stub.py makes with the library of HALFSTEP_LIBRARY. It also makes Markdown of the tables
-of options and of the examples in docstrings, which are laid out for help().
+It makes Markdown of the tables of options and of the examples in docstrings, which are laid out for
+help(). Signatures of the rules' classes have `**options` in place of the keywords of Optimizer.
 """
 
-import os
 import re
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 
 import griffe
 
-ROOT = Path(__file__).resolve().parent.parent
 #: the first line of an entry of a table: a name, then its meaning after two blanks or a colon
 _ENTRY = re.compile(r"^( *)([a-z]\w*(?:, [a-z]\w*)*)(?:  +|: )(?=\S)")
 
@@ -62,7 +55,7 @@ def _block(lines):
 
 def markdown(docstring):
     """Returns a docstring as Markdown, without the sentences about the length of a file."""
-    docstring = re.sub(r"(?m)^This file is longer than 500 lines[^.]*\.\n?", "", docstring)
+    docstring = re.sub(r"(?m)^This file is longer than \d+ lines[^.]*\.\n?", "", docstring)
     docstring = re.sub(r"`?\bdocs/((?:\w+/)?([\w-]+\.md))`?", r"[\2](../\1)", docstring)
     out, block = [], []
     for line in [*docstring.splitlines(), ""]:
@@ -74,22 +67,23 @@ def markdown(docstring):
     return "\n".join(out)
 
 
-def stub():
-    """Returns the stub of the package, griffe's module."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "__init__.pyi")
-        program = [sys.executable, str(ROOT / "cmake/stub.py"), os.environ["HALFSTEP_LIBRARY"]]
-        subprocess.run([*program, str(path)], check=True)
-        return griffe.visit("halfstep", path, path.read_text(encoding="utf-8"))
-
-
 class Extension(griffe.Extension):
-    """Adds the stub and rewrites docstrings."""
+    """Shortens signatures and rewrites docstrings."""
 
     def on_package(self, *, pkg, loader, **kwargs):
         if pkg.path == "halfstep":
-            griffe.merge_stubs(pkg, stub())
+            self._shorten(pkg)
             self._rewrite(pkg)
+
+    def _shorten(self, pkg):
+        """Replaces the keywords that Optimizer takes itself in the signatures of its classes."""
+        keyword = griffe.ParameterKind.keyword_only
+        common = {p.name for p in pkg["optimizer.Optimizer.__init__"].parameters}
+        for name in pkg["classes"].exports:
+            init = pkg["classes"][name]["__init__"]
+            own = [p for p in init.parameters if p.kind != keyword or p.name not in common]
+            rest = griffe.Parameter("options", kind=griffe.ParameterKind.var_keyword)
+            init.parameters = griffe.Parameters(*own, rest)
 
     def _rewrite(self, item):
         """Rewrites the docstrings of an object and of what is defined in it."""

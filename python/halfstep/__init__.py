@@ -12,24 +12,20 @@ from . import nn as nn
 from ._library import abi
 from ._library.abi import HalfstepError
 from .accumulate import GradientAccumulator
+from .classes import *  # noqa: F403
+from .classes import RMSProp as RMSprop  # torch's spelling
+from .classes import ScheduleFree as ScheduleFreeAdamW
+from .classes import __all__ as _classes
 from .ema import EMA
 from .fit import fit
 from .full_precision import full_precision_state_dict
 from .offload import CPUOffload
 from .optimizer import Optimizer, name_parameters
 from .plan import plan
-from .rules import classes as _classes
 from .rules import optimizer
 from .streaming import StateStreaming
 
 __version__ = abi.version()
-
-globals().update(_classes)
-#: torch's spelling
-RMSprop = _classes["RMSProp"]
-#: a second name, because sd-scripts wants the package schedulefree for each name that ends so
-#: (docs/frameworks.md)
-ScheduleFreeAdamW = _classes["ScheduleFree"]
 
 __all__ = [
     "Optimizer",

@@ -3,6 +3,8 @@ BF16 sums do."""
 
 import weakref
 from functools import partial
+from types import TracebackType
+from typing import Any, Dict, Iterable, Optional, Sequence, Tuple, Type, Union
 
 import torch
 
@@ -54,7 +56,7 @@ _KIND = "GradientAccumulator"
 _alive = weakref.WeakSet()
 
 
-def drop(params):
+def drop(params: Iterable[torch.Tensor]) -> None:
     """Forgets the sums of these parameters in every accumulator."""
     holding = [
         accumulator
@@ -74,7 +76,7 @@ def _live(hook):
     return hook is not None and hook.id in (hook.hooks_dict_ref() or ())
 
 
-def complain(names):
+def complain(names: Sequence[str]) -> None:
     """Raises RuntimeError if `names`, the parameters that no gradient came for, is not empty."""
     if names:
         raise RuntimeError(
@@ -124,7 +126,17 @@ class GradientAccumulator:
                  `Tensor.grad_dtype`
     """
 
-    def __init__(self, parameters, format="bf16-sr", seed=None, *, missing="error", dtype=None):
+    def __init__(
+        self,
+        parameters: Union[
+            torch.nn.Module, Iterable[torch.Tensor], Iterable[Tuple[str, torch.Tensor]]
+        ],
+        format: str = "bf16-sr",
+        seed: Optional[int] = None,
+        *,
+        missing: str = "error",
+        dtype: Optional[torch.dtype] = None,
+    ) -> None:
         if format not in FORMATS:
             raise ValueError(
                 f"halfstep: unknown format {format!r} to accumulate gradients in; known:"
@@ -186,11 +198,11 @@ class GradientAccumulator:
     # ---- Hooks -----------------------------------------------------------------------------------
 
     @property
-    def attached(self):
+    def attached(self) -> bool:
         """True if backward passes add to the buffers."""
         return any(map(_live, self._hooks))
 
-    def attach(self):
+    def attach(self) -> "GradientAccumulator":
         """Puts the hooks on the parameters, unless they are there already. Returns the
         accumulator."""
         take_over([p for ref in self._params if (p := ref()) is not None], self, _KIND)
@@ -204,18 +216,23 @@ class GradientAccumulator:
                 self._hooks[i] = p.register_post_accumulate_grad_hook(hook)
         return self
 
-    def detach(self):
+    def detach(self) -> None:
         """Removes the hooks. The buffers keep their sums for `reassign` or `clear`."""
         for hook in self._hooks:
             if hook is not None:
                 hook.remove()
         self._hooks = [None] * len(self._hooks)
 
-    def __enter__(self):
+    def __enter__(self) -> "GradientAccumulator":
         self._entered = not self.attached
         return self.attach()
 
-    def __exit__(self, kind, value, traceback):
+    def __exit__(
+        self,
+        kind: Optional[Type[BaseException]],
+        value: Optional[BaseException],
+        traceback: Optional[TracebackType],
+    ) -> None:
         if self._entered:
             self.detach()
         if kind is None:
@@ -283,7 +300,7 @@ class GradientAccumulator:
         return self._buffer_dtype if taken is None else taken
 
     @torch.no_grad()
-    def reassign(self, missing=None):
+    def reassign(self, missing: Optional[str] = None) -> None:
         """Hands the sums back as `p.grad` and frees the buffers.
 
         A gradient that a backward pass without hooks has left in `p.grad` is added to the sum.
@@ -321,12 +338,12 @@ class GradientAccumulator:
                 p.grad_dtype = None  # any: the hook must see float32 gradients as they are
             p.grad = sharding.like(p, buffer.to(dtype))
 
-    def clear(self):
+    def clear(self) -> None:
         """Forgets the sums. zero_grad() of halfstep's optimizers does the same. For optimizers of
         other packages, and zero_grad() of a model, call this function."""
         self._buffers = [None] * len(self._buffers)
 
-    def memory(self):
+    def memory(self) -> int:
         """Returns the bytes of the buffers that exist now."""
         return sum(b.numel() * b.element_size() for b in self._buffers if b is not None)
 
@@ -345,7 +362,7 @@ class GradientAccumulator:
         for (handle, index), n in zip(self._places, writes):
             handle.count(index, writes=n)
 
-    def state_dict(self):
+    def state_dict(self) -> Dict[str, Any]:
         """Returns what a resumed run needs to draw the same random bits, and the sums if there are
         any."""
         return {
@@ -358,7 +375,7 @@ class GradientAccumulator:
             },
         }
 
-    def load_state_dict(self, state_dict):
+    def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
         """Takes seed, generator, counters and sums from `state_dict`. Parameters that it does not
         know keep theirs."""
         if state_dict["format"] != self.format:

@@ -10,17 +10,18 @@ import math
 from contextlib import contextmanager
 from copy import deepcopy
 from ctypes import c_void_p
-from typing import Any, Optional
+from typing import Any, Dict, Iterable, Iterator, Optional, TypeVar, Union
 
 import torch
 
 from ._library import abi, calls
 from ._library.abi import SLOT_GRADIENT, SLOT_WEIGHT, check, invoke, lib
 from ._states import layout
+from ._states.bits import clear_rows
 from ._states.convert import Codec
 from ._states.handles import Handle, seed_of
-from ._states.watch import Watch, clear_rows, version
-from ._tensors import devices, sharding
+from ._states.watch import State, Watch
+from ._tensors import devices, sharding, torch_private
 from ._tensors.parameters import (
     DTYPES,
     PLAIN,
@@ -31,10 +32,13 @@ from ._tensors.parameters import (
     stored_dtype,
     weight_format,
 )
-from ._tensors.torch_private import increment_versions, no_dynamo, warn
+from ._tensors.torch_private import no_dynamo
+from ._tensors.torch_public import increment_versions, warn
 from .optimizer import several
 
 __all__ = ["EMA"]
+
+_Model = TypeVar("_Model", bound=torch.nn.Module)
 
 #: dtypes of a weight and of the residual or error code beside it -> their format
 _WITH_EXTRA = {
@@ -67,17 +71,11 @@ def _in_order(tensor, device):
 
 
 class _Handle:
-    """What an EMA knows of its averages in this process: their C handle, and who wrote them. Copies
-    are empty, because it belongs to one object."""
+    """What an EMA knows of its averages in this process: their C handle, and who wrote them. It
+    belongs to one object, so that copies and pickles leave it out."""
 
     def __init__(self):
         self.handle, self.key, self.watch = None, None, Watch()
-
-    def __deepcopy__(self, memo):
-        return _Handle()
-
-    def __reduce__(self):
-        return _Handle, ()
 
     def build(self, members, live, random, generator, threads, device):
         """Makes the C handle. `members` holds (name, id, format, shape) of each average, `live` the
@@ -140,19 +138,16 @@ def _plant(root, name, tensor):
     saves like any buffer."""
     *path, leaf = name.split(".")
     for part in path:
-        if part not in root._modules:
+        if not hasattr(root, part):
             root.add_module(part, torch.nn.Module())
-        root = root._modules[part]
+        root = getattr(root, part)
     root.register_buffer(leaf, tensor)
 
 
 def _find(root, name):
-    *path, leaf = name.split(".")
-    for part in path:
-        root = root._modules.get(part)
-        if root is None:
-            return None
-    return root._buffers.get(leaf)
+    for part in name.split("."):
+        root = getattr(root, part, None)
+    return root
 
 
 def _trains(p):
@@ -188,7 +183,7 @@ def _paired(what, theirs, ours):
     return [(name, a, b) for (name, a), (_, b) in zip(ours, theirs)]
 
 
-class _Extras(torch.nn.Module):
+class Extras(torch.nn.Module):
     """The root of the tree that _plant() makes."""
 
     def __repr__(self):
@@ -242,7 +237,7 @@ class EMA(torch.nn.Module):
 
     def __init__(
         self,
-        model,
+        model: torch.nn.Module,
         decay: float = 0.999,
         weights: str = "bf16-sr",
         device: Any = None,
@@ -253,7 +248,8 @@ class EMA(torch.nn.Module):
         seed: Optional[int] = None,
         generator: Optional[str] = None,
         threads: int = 0,
-    ):
+    ) -> None:
+        torch_private.check_module()
         super().__init__()
         stores = [
             f.name
@@ -275,8 +271,9 @@ class EMA(torch.nn.Module):
         if device is not None:
             self.module = self.module.to(device)
         if weights == "f32":
-            self.module._apply(
-                lambda t: t.float() if t.dtype in (torch.bfloat16, torch.float16) else t
+            torch_private.apply_to_tensors(
+                self.module,
+                lambda t: t.float() if t.dtype in (torch.bfloat16, torch.float16) else t,
             )
         self.register_buffer(
             "n_averaged",
@@ -290,7 +287,7 @@ class EMA(torch.nn.Module):
             if not p.requires_grad and not _can_be_averaged(p)
         }
         names, formats = [], []
-        self.extra = _Extras()
+        self.extra = Extras()
         for name, tensor in self._averages():
             check_parameter(tensor, name)
             fmt = weight_format(weights, tensor.dtype, name)
@@ -310,7 +307,7 @@ class EMA(torch.nn.Module):
         for name, values in numbers.items():
             self.register_buffer(name, torch.tensor(values, dtype=torch.long, device="cpu"))
 
-    def forward(self, *args, **kwargs):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the averaged model."""
         return self.module(*args, **kwargs)
 
@@ -328,7 +325,7 @@ class EMA(torch.nn.Module):
             )
 
     @property
-    def skipped_updates(self):
+    def skipped_updates(self) -> int:
         """The updates refused so far because a weight was not finite."""
         return int(self.counters[1])
 
@@ -418,7 +415,11 @@ class EMA(torch.nn.Module):
 
     @no_dynamo
     @torch.no_grad()
-    def update_parameters(self, model, optimizer=None):
+    def update_parameters(
+        self,
+        model: torch.nn.Module,
+        optimizer: Union[torch.optim.Optimizer, Iterable[torch.optim.Optimizer], None] = None,
+    ) -> None:
         """Moves the averages towards the weights of `model`, which match them in order.
 
         optimizer: the halfstep optimizer, or several, that trains the model. If it keeps a residual
@@ -494,7 +495,7 @@ class EMA(torch.nn.Module):
         held.steps = (held.steps[0] + 1, held.steps[1] + 1)
 
     @contextmanager
-    def swapped(self, model):
+    def swapped(self, model: _Model) -> Iterator[_Model]:
         """Returns a context in which `model` has the averages, in its own dtypes and on its own
         devices. Afterwards it has its own weights again.
 
@@ -608,18 +609,8 @@ class EMA(torch.nn.Module):
         if not watch:
             return
         extras = self._extras()
-        strangers = watch.strangers(extras.get)
-        # A new tensor may be in the place of a known one. It is recognized by the residual that it
-        # found there.
-        known = {id(note.extra): note for note in watch.notes}
-        strangers += [
-            (average, None)
-            for average, extra in extras.items()
-            if average not in watch.index
-            and id(extra) in known
-            and known[id(extra)].extra_version == version(extra)
-        ]
-        for average, rows in strangers:
+        watch.adopt(extras, state=State.LOADED)
+        for average, rows, _ in watch.strangers(extras.get):
             if average not in extras:
                 continue
             clear_rows(extras[average], rows)
@@ -637,14 +628,18 @@ class EMA(torch.nn.Module):
 
     def __getstate__(self):
         self._notice()
-        return self.__dict__.copy()
+        return {key: value for key, value in self.__dict__.items() if key != "_handle"}
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self._handle = _Handle()
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         self._notice()  # before the parts of this module are asked
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     @torch.no_grad()
-    def full_state_dict(self):
+    def full_state_dict(self) -> Dict[str, Any]:
         """Returns the averages in fp32, with residuals and error codes, under the names of the
         model's own state_dict().
 
@@ -720,6 +715,6 @@ class EMA(torch.nn.Module):
             pairs = ", ".join(f"{have} and are kept as {own}" for have, own in changed.items())
             warn(f"averages were saved as {pairs}")
 
-    def extra_repr(self):
+    def extra_repr(self) -> str:
         formats = {layout.FORMATS[i] for i in self.formats.tolist()}
         return f"decay={self.decay}, formats={'+'.join(sorted(formats)) or 'none'}"

@@ -15,10 +15,12 @@ import torch
 
 from ._tensors.parameters import PLAIN
 from ._tensors.sharding import is_dtensor, is_packed
-from ._tensors.torch_private import follow
+from ._tensors.torch_private import after_join
+from ._tensors.torch_public import follow
 from ._weights8 import savers
 from ._weights8.blocks import BLOCK, check_format, pack, unpack
 from ._weights8.int8_weight import Int8Weight
+from ._weights8.int8_weight import restore_weight as restore_weight
 
 __all__ = ["Int8Weight", "pack", "packed_state_dict", "quantize_", "unpack", "unpacked_state_dict"]
 
@@ -78,7 +80,7 @@ def _refuse(name, why, todo):
 
 def _check(module, name):
     """Raises ValueError if the weight of a layer cannot be quantized."""
-    weight = module._parameters.get("weight")
+    weight = dict(module.named_parameters(recurse=False, remove_duplicate=False)).get("weight")
     leave = "leave it out by where="
     if weight is None:
         how = "it is computed from other tensors (a parametrization, weight_norm or pruning)"
@@ -141,13 +143,8 @@ def _begin(wrapper, made, /, *_, init_sync=True, **__):
     return made
 
 
-def _end_join(wrapper, made, /, *_, **__):
-    _send(wrapper, wrapper._authoritative_rank)
-    return made
-
-
 follow(torch.nn.parallel.DistributedDataParallel, "__init__", _begin)
-follow(torch.nn.parallel.DistributedDataParallel, "_sync_final_model", _end_join)
+after_join(_send)
 
 
 #: torch's own optimizers, without those that others derive from them

@@ -1,6 +1,7 @@
 """`CPUOffload`: weights on a GPU, states and steps in CPU memory."""
 
-from typing import Any, Type, Union
+from functools import cached_property
+from typing import Any, Dict, Type, Union
 
 from ._library import abi
 from ._placement.host import Offloaded
@@ -83,15 +84,16 @@ class CPUOffload(Hosted):
             )
         super().__init__(params, recipe, minimal_size=minimal_size, **options)
 
-    def _make_parts(self):
-        super()._make_parts()
-        parts = self._parts
-        parts.placement.overlap = Overlap(parts.groups, parts.placement, parts.cache, parts.gather)
+    @cached_property
+    def _parts(self):
+        parts = super()._parts
+        parts.placement.overlap = Overlap(parts)
+        return parts
 
     @property
     def _step_supports_amp_scaling(self):
-        # A GradScaler asks for this in each step. It divides gradients by an operator that moves no
-        # version counters.
+        # Where it is False, a GradScaler divides gradients by an operator that moves no version
+        # counters.
         mode = "offload_gradients" if self.offload_gradients else "gradient_release"
         if getattr(self, mode):
             raise RuntimeError(
@@ -99,13 +101,9 @@ class CPUOffload(Hosted):
                 " them up; train without one (BF16 needs none)"
             )
         self._parts.placement.doubt()
-        return self.__dict__.get("_step_supports_amp_scaling", False)
+        return super()._step_supports_amp_scaling
 
-    @_step_supports_amp_scaling.setter
-    def _step_supports_amp_scaling(self, value):
-        self.__dict__["_step_supports_amp_scaling"] = value
-
-    def add_param_group(self, param_group):
+    def add_param_group(self, param_group: Dict[str, Any]) -> None:
         """Adds a group as torch's optimizers do."""
         super().add_param_group(param_group)
         self._parts.placement.hook()
@@ -116,7 +114,7 @@ class CPUOffload(Hosted):
         in advance (overlap=)."""
         return self._parts.placement.overlap.redone
 
-    def prepare_gradient_release(self):
+    def prepare_gradient_release(self) -> None:
         """See halfstep.Optimizer. Raises ValueError with overlap=, which is for step()."""
         if self.overlap:
             raise ValueError(

@@ -5,8 +5,8 @@ This file is longer than 500 lines because half of it is the manual of one class
 """
 
 import os
-from collections import OrderedDict
-from typing import Any, Dict, Iterable, List, Optional, Tuple, Union
+from functools import cached_property
+from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple, Union
 
 import torch
 
@@ -20,7 +20,8 @@ from ._step.parts import Parts
 from ._step.release import check_release
 from ._tensors import matrices, sharding
 from ._tensors.parameters import check_parameter, format_of
-from ._tensors.torch_private import VERSION, is_compiling, no_dynamo, unwrapped, warn_once
+from ._tensors.torch_private import is_compiling, no_dynamo, note_step, notes_its_calls
+from ._tensors.torch_public import VERSION, unwrapped, warn_once
 
 #: what optimizers take
 Params = Union[Iterable[torch.Tensor], Iterable[Dict[str, Any]], Iterable[Tuple[str, torch.Tensor]]]
@@ -57,7 +58,7 @@ def several(optimizer: Any) -> List["Optimizer"]:
     return found
 
 
-def split_pairs(group):
+def split_pairs(group: Dict[str, Any]) -> None:
     """Replaces (name, tensor) pairs of a group by the parameters, and gives the group the names."""
     params = group["params"]
     if isinstance(params, torch.Tensor):
@@ -69,7 +70,7 @@ def split_pairs(group):
     group["params"] = params
 
 
-def _kept(name):
+def _kept(name: str) -> Any:
     """Returns an attribute of optimizers that their Groups keep. It is a property, because
     torch.compile traces those."""
     return property(
@@ -93,18 +94,16 @@ class Kept:
     """An attribute of optimizers that their Options keep. `initial` is its value after a pickle
     that lacks it."""
 
-    def __init__(self, initial=None):
+    def __init__(self, initial: Any = None) -> None:
         self.initial = initial
 
     def __set_name__(self, cls, name):
         self.name = name
 
-    def __get__(self, optimizer, cls=None):
+    def __get__(self, optimizer: Any, cls: Any = None) -> Any:
         return self.initial if optimizer is None else getattr(optimizer._parts.options, self.name)
 
-    def __set__(self, optimizer, value):
-        if not hasattr(optimizer, "_parts"):  # at the beginning of its constructor
-            optimizer._make_parts()
+    def __set__(self, optimizer: Any, value: Any) -> None:
         setattr(optimizer._parts.options, self.name, abi.plainly(value))
 
 
@@ -185,7 +184,7 @@ class Optimizer(torch.optim.Optimizer):
     """
 
     #: name in the library's table of rules
-    rule = None
+    rule: Optional[str] = None
 
     param_groups, defaults = map(_kept, ("param_groups", "defaults"))
     state = property(_state_as_it_is, _kept("state").fset)
@@ -296,8 +295,6 @@ class Optimizer(torch.optim.Optimizer):
         self._parts.groups.check_quantized()
         if self._weights_asked:
             self._parts.groups.warn_of_idle_weights()
-        if fused:
-            self._step_supports_amp_scaling = True
         resumed = self.store is not None and os.path.exists(self.store)
         if self.store is not None:
             self._parts.store.begin(self.load_state_dict, compile)
@@ -306,7 +303,10 @@ class Optimizer(torch.optim.Optimizer):
         if gradient_release:
             self.prepare_gradient_release()
 
-    def _make_parts(self):
+    @cached_property
+    def _parts(self):
+        """The objects that do the work. Whoever asks first makes them: the first option that a
+        constructor sets, or __setstate__()."""
         cls = type(self)
         kept = {
             name: getattr(cls, name)
@@ -314,7 +314,7 @@ class Optimizer(torch.optim.Optimizer):
             for name, held in vars(c).items()
             if isinstance(held, Kept)
         }
-        self._parts = Parts(self._options(self.rule, cls.__name__, kept), self._placement)
+        return Parts(self._options(self.rule, cls.__name__, kept), self._placement)
 
     def _register(self):
         """Registers this optimizer, or copy of one, for compiled steps, and gives it a witness."""
@@ -326,7 +326,7 @@ class Optimizer(torch.optim.Optimizer):
     # ---- Groups and options ----------------------------------------------------------------------
 
     @no_dynamo
-    def add_param_group(self, param_group):
+    def add_param_group(self, param_group: Dict[str, Any]) -> None:
         """Adds a group as torch's optimizers do. Refuses parameters that cannot be stepped."""
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
@@ -345,7 +345,7 @@ class Optimizer(torch.optim.Optimizer):
         parts.groups.begin(self.param_groups[-1])
         parts.cache.drop()
         parts.groups.show_estimates()
-        parts.updates.doubt_ranks()
+        parts.steps.doubt_ranks()
         if self.gradient_release:
             self.prepare_gradient_release()
 
@@ -374,45 +374,45 @@ class Optimizer(torch.optim.Optimizer):
             warn_once(caveat)
 
     @property
-    def seed(self):
+    def seed(self) -> int:
         """The seed of the random bits. It is kept in `param_groups`."""
         return self.param_groups[0].get("seed", 0)
 
     @property
-    def generator(self):
+    def generator(self) -> str:
         """The name of the generator of random bits. It is kept in `param_groups`, so that a loaded
         state goes on with its bits."""
         return self.param_groups[0]["generator"]
 
     @generator.setter
-    def generator(self, name):
+    def generator(self, name: str) -> None:
         for group in self.param_groups:
             group["generator"] = name
 
     @property
-    def norm_group(self):
+    def norm_group(self) -> Any:
         """The torch.distributed group of the option. It can be neither saved nor copied, so set it
         again after loading or copying."""
         return self._parts.options.norm_group
 
     @norm_group.setter
-    def norm_group(self, group):
+    def norm_group(self, group: Any) -> None:
         self._share("norm_group", group)
 
     def _share(self, option, group):
         """Sets the process group of an option. Handles are made anew, once ranks have agreed."""
         setattr(self._parts.options, option, group)
-        self._parts.updates.doubt_ranks()
+        self._parts.steps.doubt_ranks()
         self._parts.cache.drop()
 
     @property
-    def owners(self):
+    def owners(self) -> Any:
         """The torch.distributed group of the option. It can be neither saved nor copied, so set it
         again after loading or copying."""
         return self._parts.options.owners
 
     @owners.setter
-    def owners(self, group):
+    def owners(self, group: Any) -> None:
         rules = self.rule, *self._parts.options.partners
         if group and not any(abi.rules[rule].matrix for rule in rules):
             raise ValueError(
@@ -428,13 +428,19 @@ class Optimizer(torch.optim.Optimizer):
 
     # ---- Steps -----------------------------------------------------------------------------------
 
-    def step(self, closure=None):
+    @property
+    def _step_supports_amp_scaling(self):
+        """True if a GradScaler leaves scaled gradients to step(). It asks in each step."""
+        return bool(self.defaults["fused"])
+
+    @notes_its_calls
+    def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:
         """Updates every parameter that has a gradient. Returns what `closure` returns.
 
         If a gradient is not finite, nothing changes (see `scan`). `skipped_steps` counts such
         steps, and the first one gives a warning.
         """
-        self._opt_called = True
+        note_step(self)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -447,37 +453,33 @@ class Optimizer(torch.optim.Optimizer):
             self._step()
         return loss
 
-    # A scheduler of torch's puts a function around step() that notes its call, and that
-    # torch.compile() refuses to trace. step() notes its own calls, and this says so.
-    step._wrapped_by_lr_sched = True
-
     @no_dynamo
     @torch.no_grad()
     def _step(self, given=None, witness=None):
         """Makes the step. Inside the operator of a compiled step, `given` holds its weights and
         gradients by parameter, and `witness` is its witness."""
-        self._opt_called = True  # which a traced step() does not carry out
+        note_step(self)  # which a traced step() does not carry out
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         self._parts.steps.step(self.step_param, scale, found_inf, given, witness)
 
     @no_dynamo
     @torch.no_grad()
-    def step_param(self, p, group=None):
+    def step_param(self, p: torch.Tensor, group: Any = None) -> None:
         """Updates one parameter from its gradient, which stays. Trainers that step inside the
         backward pass call this function. When the round is over, call step() or nothing.
 
         p      the parameter
         group  accepted without effect, because the parameter's own group counts
         """
-        self._opt_called = True  # which schedulers look for
-        self._parts.release.step_param(p)
+        note_step(self)
+        self._parts.steps.step_param(p)
 
-    def step_parameter(self, p, group=None, index=None):
+    def step_parameter(self, p: torch.Tensor, group: Any = None, index: Any = None) -> None:
         """Calls step_param(). Some trainers use this name. `group` and `index` have no effect."""
         self.step_param(p, group)
 
     @staticmethod
-    def supports_fused_back_pass():
+    def supports_fused_back_pass() -> bool:
         """Returns True: step_param() and step_parameter() may be called inside the backward
         pass."""
         return True
@@ -490,9 +492,9 @@ class Optimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
         accumulate.drop(self._parts.groups.params())
         if self.gradient_release:
-            self._parts.release.zero_grad()
+            self._parts.steps.zero_grad()
 
-    def prepare_gradient_release(self):
+    def prepare_gradient_release(self) -> None:
         """Makes backward() step each parameter as soon as it has its gradient, and free the
         gradient.
 
@@ -518,14 +520,14 @@ class Optimizer(torch.optim.Optimizer):
 
     def _take(self, p):
         """Takes the complete gradient of a parameter in gradient release."""
-        self._opt_called = True  # which schedulers look for
-        if self._parts.release.take(p):
+        note_step(self)
+        if self._parts.steps.take(p):
             self.step_param(p)
             p.grad = None
 
-    def remove_gradient_release(self):
+    def remove_gradient_release(self) -> None:
         """Goes back to ordinary steps. States and counters stay."""
-        self._parts.release.end()
+        self._parts.steps.end_release()
         self.gradient_release = False
 
     # ---- What happened, and what is stored -------------------------------------------------------
@@ -562,7 +564,7 @@ class Optimizer(torch.optim.Optimizer):
         the block format of their recipe."""
         return self._parts.inspection.survey()[1]
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return self._parts.inspection.text()
 
     def read_weight(self, p: torch.Tensor) -> torch.Tensor:
@@ -584,6 +586,15 @@ class Optimizer(torch.optim.Optimizer):
         read_weight()."""
         self._parts.inspection.write_weight(p, values)
 
+    def weights_changed(self, names: Optional[Iterable[str]] = None) -> None:
+        """Says that weights were written where torch counts no write: inside `p.data`, through raw
+        pointers, by another library. Their residuals and error codes are dropped as after a write
+        that this optimizer notices itself, without a warning.
+
+        names   the names of the parameters. None: all. Raises ValueError for an unknown name
+        """
+        self._parts.residuals.tell(names)
+
     def write_state(self, p: torch.Tensor, name: str, values: torch.Tensor) -> None:
         """Stores fp32 values as a state, rounded to nearest. `values` has the parameter's shape.
         Raises HalfstepError if a second moment is negative or not finite."""
@@ -592,7 +603,7 @@ class Optimizer(torch.optim.Optimizer):
     # ---- Saving ----------------------------------------------------------------------------------
 
     @no_dynamo
-    def state_dict(self):
+    def state_dict(self) -> Dict[str, Any]:
         """Returns the state as torch's optimizers do. It loads with torch.load(weights_only=True).
 
         `state` holds tensors only, as they are stored (layout.py lists them). `param_groups` holds
@@ -610,7 +621,7 @@ class Optimizer(torch.optim.Optimizer):
         return self._parts.saving.complete(found)
 
     @no_dynamo
-    def load_state_dict(self, state_dict):
+    def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
         """Loads what state_dict() returned, bit for bit. Also loads states of torch's own
         optimizers of the same rule.
 
@@ -619,18 +630,17 @@ class Optimizer(torch.optim.Optimizer):
         that are missing keep this optimizer's values.
         """
         loading = self._parts.saving.loading(state_dict)
-        hooks = self._optimizer_load_state_dict_pre_hooks
-        self._optimizer_load_state_dict_pre_hooks = OrderedDict(hooks, halfstep=loading.wrap)
+        hook = self.register_load_state_dict_pre_hook(loading.wrap)
         try:
             super().load_state_dict(loading.state_dict)
         except BaseException as error:
             self._parts.saving.undo(loading, error)
             raise
         finally:
-            self._optimizer_load_state_dict_pre_hooks = hooks
+            hook.remove()
         loading.finish()
         self._parts.store.settle()
-        self._parts.updates.doubt_ranks()  # every rank loads, and maybe not the same
+        self._parts.steps.doubt_ranks()  # every rank loads, and maybe not the same
         if self.gradient_release:
             self.prepare_gradient_release()
 
@@ -688,13 +698,11 @@ class Optimizer(torch.optim.Optimizer):
     def __setstate__(self, state):
         # Called for copies and pickles with everything, and by load_state_dict() with states and
         # groups alone.
-        if "_parts" not in self.__dict__:
-            self._make_parts()
         saving = self._parts.saving
         saving.restart(self.__dict__.get("_witness"))
-        attributes, hashes = saving.unpack(state)
+        attributes = saving.unpack(state)
         super().__setstate__(attributes)
-        saving.unpacked("defaults" not in state, hashes)
+        saving.unpacked("defaults" not in state)
         if state.get("compile"):
             self._register()
         if state.get("gradient_release"):

@@ -9,16 +9,15 @@ import math
 from collections import Counter
 from dataclasses import dataclass, replace
 from html import escape
-from typing import NamedTuple
+from typing import Any, Iterable, Mapping, NamedTuple, Union
 
 import torch
 
 from ._library import abi
-from ._library.signatures import ADAMW_NAMES
 from ._placement.overlap import window
 from ._placement.streams import BUFFER_BYTES, BUFFERS
 from ._settings import naming
-from ._settings.assignment import is_listed, is_matrix, patterns_of
+from ._settings.assignment import ADAMW_NAMES, is_listed, is_matrix, patterns_of
 from ._settings.options import bytes_of
 from ._states import layout
 from ._step.release import check_release
@@ -50,6 +49,8 @@ _BAR = 48
 #: bytes a second. _BUS: one way over a bus to and from pinned memory (PCI Express 5 with 16 lanes)
 #: _HOST: memory in a step of 16 cores; _DEVICE: memory of a GPU (H100)
 _BUS, _HOST, _DEVICE = 55e9, 170e9, 2.5e12
+#: bytes, or text such as "24G"
+_Size = Union[float, str]
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -94,7 +95,16 @@ class Plan:
     """The answer of `halfstep.plan`. `rows` are sorted, the smallest first. `str()` is a table of
     them."""
 
-    def __init__(self, rows, parameters, release, memory, offload=False, placed=False, notes=()):
+    def __init__(
+        self,
+        rows: list[PlanRow],
+        parameters: int,
+        release: bool,
+        memory: int | None,
+        offload: bool | str = False,
+        placed: bool = False,
+        notes: Iterable[str] = (),
+    ) -> None:
         self.rows = rows
         #: lines that say what rules of matrices take the shapes for
         self.notes = notes
@@ -417,19 +427,19 @@ def _left(recipe, tensors):
 
 
 def plan(
-    model_or_shapes,
-    recipes=None,
-    release=False,
-    memory=None,
-    offload=False,
+    model_or_shapes: torch.nn.Module | Mapping[Any, Any] | Iterable[tuple[Any, Any]],
+    recipes: str | Iterable[str] | None = None,
+    release: bool = False,
+    memory: _Size | None = None,
+    offload: bool | str = False,
     *,
-    device_memory=None,
-    bus=_BUS,
-    host=_HOST,
-    device=_DEVICE,
-    store=False,
-    overlap=False,
-    adamw=False,
+    device_memory: _Size | None = None,
+    bus: float = _BUS,
+    host: float = _HOST,
+    device: float = _DEVICE,
+    store: bool | str = False,
+    overlap: bool | _Size = False,
+    adamw: bool = False,
 ) -> Plan:
     """Returns a table of the memory that weights, gradients and optimizer states take under each
     of some recipes.

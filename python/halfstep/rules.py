@@ -1,19 +1,17 @@
-"""Makes the optimizer classes, one for each rule of the library's table, and has `optimizer()`,
-which takes a recipe.
+"""What some rules do beside `Optimizer`, and `optimizer()`, which takes a recipe.
 
-signatures.py says what options a class has. A class whose rule needs more than Optimizer has is a
-child of the class here that has its name after an underscore.
+A class of classes.py whose rule does more than Optimizer is a child of the class here that has its
+name after an underscore.
 """
 
 import inspect
-import typing
+import os
 from functools import lru_cache
-from typing import Any
+from typing import Any, Dict, Tuple, Type, Union
 
 import torch
 
 from ._library import abi
-from ._library.signatures import COMMON, documentation, options_of, params_of, type_of
 from ._settings import assignment
 from ._settings.options import Options, sequence
 from ._states import layout
@@ -22,28 +20,22 @@ from ._tensors.sharding import copy_of, is_packed, local, stored
 from ._tensors.torch_private import no_dynamo
 from .optimizer import Optimizer, Params, split_pairs
 
-_POSITIONAL, _KEYWORD = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-#: the keywords that Optimizer takes itself
-_COMMON = {
-    name: p
-    for name, p in inspect.signature(Optimizer.__init__).parameters.items()
-    if p.kind is _KEYWORD
-}
-#: those of them that are options of a group
+#: class name -> class; classes.py adds its classes
+classes: Dict[str, Type[Optimizer]] = {}
+#: common options that come from the table; Optimizer's docstring describes them beside its own
+COMMON = ("maximize", "centralize", "cautious")
+#: keywords of Optimizer itself that are options of a group
 _FORMATS = ("weights", "states", "decay", "reference_lr")
 _IN_EVAL = "its weights are the averages to evaluate with, after eval(): call train() before"
-
-
-def _common():
-    return {name: p.default for name, p in _COMMON.items()}
 
 
 @lru_cache(None)
 def _own_options(rule):
     """Returns the options of a rule's class that are those of a group, with their defaults."""
-    positional, keywords = options_of(abi.rules[rule], _common())
-    own = {**positional, **keywords}
-    return {name: own[name] for name in own if name not in _COMMON and name not in COMMON}
+    given, common = (
+        inspect.signature(cls).parameters for cls in (classes[abi.rules[rule].label], Optimizer)
+    )
+    return {name: p.default for name, p in given.items() if name not in {*common, *COMMON}}
 
 
 class _Muon(Optimizer):
@@ -79,7 +71,7 @@ class _Muon(Optimizer):
             )
         super().__init__(params, defaults, **options)
 
-    def add_param_group(self, param_group):
+    def add_param_group(self, param_group: Dict[str, Any]) -> None:
         """Adds a group as torch's optimizers do. With `adamw`, a group that does not say who steps
         it becomes two: one of Muon's matrices, and one of the rest."""
         before, options = len(self.param_groups), self._parts.options
@@ -223,7 +215,7 @@ class _ScheduleFree(Optimizer):
     #: in eval(), by parameter: its version counter as eval() left it
     _left = None
 
-    def add_param_group(self, param_group):
+    def add_param_group(self, param_group: Dict[str, Any]) -> None:
         if isinstance(param_group, dict):
             param_group.setdefault("train_mode", not _is_in_eval(self.param_groups))
         super().add_param_group(param_group)
@@ -303,7 +295,7 @@ class _ScheduleFree(Optimizer):
         return self.read_weight(p) if _is_in_eval(self.param_groups) else super().read_average(p)
 
     @no_dynamo
-    def load_state_dict(self, state_dict):
+    def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
         before, left = _is_in_eval(self.param_groups), self._left
         state_before, groups_before = self.state, self.param_groups
         super().load_state_dict(state_dict)
@@ -333,7 +325,7 @@ class _ScheduleFree(Optimizer):
     def __getstate__(self):
         return {key: value for key, value in super().__getstate__().items() if key != "_left"}
 
-    def save_safetensors(self, path) -> None:
+    def save_safetensors(self, path: Union[str, "os.PathLike[str]"]) -> None:
         if _is_in_eval(self.param_groups):
             raise RuntimeError(
                 f"halfstep: {type(self).__name__} cannot be written to a safetensors file:"
@@ -342,68 +334,11 @@ class _ScheduleFree(Optimizer):
         super().save_safetensors(path)
 
 
-def make_class(rule):
-    """Makes the class of one rule of the table."""
-    common = _common()
-    positional, keywords = options_of(rule, common)
-    options = {**positional, **keywords}
-
-    def parameter(name, kind, default):
-        # Lightning's command line parses an option by its annotation.
-        if name in _COMMON:
-            return _COMMON[name].replace(kind=kind, default=default)
-        annotation = eval(type_of(name, default), vars(typing), {"torch": torch})
-        return inspect.Parameter(name, kind, annotation=annotation, default=default)
-
-    taken = eval(params_of(rule), vars(typing), {"torch": torch, "Params": Params})
-    signature = inspect.Signature(
-        [
-            inspect.Parameter("self", _POSITIONAL),
-            inspect.Parameter("params", _POSITIONAL, annotation=taken),
-            *(parameter(name, _POSITIONAL, v) for name, v in positional.items()),
-            *(parameter(name, _KEYWORD, v) for name, v in keywords.items()),
-        ]
-    )
-    base = globals().get("_" + rule.label, Optimizer)
-
-    def __init__(self, *args, **kwargs):
-        try:
-            bound = signature.bind(self, *args, **kwargs)
-        except TypeError as error:
-            raise TypeError(f"{type(self).__name__}.__init__() {error}") from None
-        bound.apply_defaults()
-        values = dict(bound.arguments)
-        values.pop("self")
-        params = values.pop("params")
-        defaults = {name: values.pop(name) for name in options if name not in common}
-        if rule.name == "adamw":
-            defaults["decoupled_weight_decay"] = True  # which torch's group has, as Adam's child
-        base.__init__(self, params, defaults, **values)
-
-    __init__.__signature__ = signature
-    return type(
-        rule.label,
-        (base,),
-        {
-            "rule": rule.name,
-            "__init__": __init__,
-            "__module__": "halfstep",
-            "__doc__": documentation(rule, options, common),
-        },
-    )
-
-
-#: class name -> class
-classes = {rule.label: make_class(rule) for rule in abi.rules.values() if not rule.raw_gradient}
-_by_rule = {cls.rule: cls for cls in classes.values()}
-globals().update(classes)
-
-
-def class_and_options(recipe):
+def class_and_options(recipe: str) -> Tuple[Type[Optimizer], Dict[str, str]]:
     """Returns the class of a recipe, and its formats as options."""
     full = abi.recipe_full(recipe)
     parts = recipe.split("/")
-    cls = _by_rule.get(full.partition("/")[0])
+    cls = classes.get(abi.rules[full.partition("/")[0]].label)
     if cls is None:
         raise ValueError(
             f"halfstep: {parts[0]!r} is not an optimizer, it averages weights; use halfstep.EMA"

@@ -2,7 +2,7 @@
 each step. `Hosted` is what it has in common with `CPUOffload`."""
 
 from functools import lru_cache
-from typing import Any, Type, Union
+from typing import Any, Optional, Type, Union
 
 from . import rules
 from ._library import abi
@@ -16,7 +16,12 @@ class Hosted(Optimizer):
 
     minimal_size = Kept()
 
-    def __new__(cls, params=None, recipe: Union[str, Type[Optimizer]] = "adamw", **_):
+    def __new__(
+        cls,
+        params: Optional[Params] = None,
+        recipe: Union[str, Type[Optimizer]] = "adamw",
+        **_: Any,
+    ) -> "Hosted":
         return object.__new__(_with(cls, _split(recipe, cls)[0]) if not cls.rule else cls)
 
     def __init__(
@@ -65,7 +70,7 @@ def _with(cls, base):
     return type(f"{cls.__name__}[{base.__name__}]", (cls, base), attributes)
 
 
-def restore_hosted(cls, base):
+def restore_hosted(cls: Type[Hosted], base: Type[Optimizer]) -> Hosted:
     """Returns an optimizer without parameters. Pickles of optimizers name this function."""
     return object.__new__(_with(cls, base))
 

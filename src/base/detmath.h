@@ -2,7 +2,7 @@
  * in a fixed order. They use no table, and no libm beyond sqrt, which IEEE 754 defines exactly. This header must be
  * compiled without contraction into fused multiply-adds. If a product's error matters, it is computed explicitly.
  *
- * Error bounds are in units of the last place of the exact result. tests/test_base.c checks them against a wider
+ * Error bounds are in units of the last place of the exact result. tests/core/test_base.c checks them against a wider
  * format. */
 #ifndef HSTEP_DETMATH_H
 #define HSTEP_DETMATH_H

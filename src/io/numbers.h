@@ -1,5 +1,5 @@
 /* Numbers in text: strict, exact, and the same in every locale. The JSON reader and the metadata of files have the same
- * ones. docs/checkpoints.md has their grammar, and tests/spellings.def what is one and what is none. */
+ * ones. docs/checkpoints.md has their grammar, and tests/tools/spellings.def what is one and what is none. */
 #ifndef HALFSTEP_IO_NUMBERS_H
 #define HALFSTEP_IO_NUMBERS_H
 

@@ -17,13 +17,13 @@ import warnings
 import cells
 import pytest
 import torch
-from common import bits, plain, states  # noqa: F401
+from common import bits, plain, states, stepped  # noqa: F401
 from torch import nn
 
 import halfstep
 from halfstep._library import abi
 from halfstep._states import layout
-from halfstep._tensors import torch_private
+from halfstep._tensors import torch_public
 from halfstep._weights8 import blocks
 
 #: the rules that step weights by gradients, in the order of the table
@@ -267,7 +267,7 @@ def no_other_warnings():
     """Fails at its end if halfstep warned inside where nothing expected it, as pytest.warns() does.
     Filters cannot hide these warnings. Those of other packages go on to pytest."""
     # What a test is told does not depend on the tests before it.
-    torch_private.warn_once.cache_clear()
+    torch_public.warn_once.cache_clear()
     blocks._judging = True
     with warnings.catch_warnings(record=True) as found:
         warnings.filterwarnings("always", OURS)
@@ -425,5 +425,5 @@ def pytest_runtest_makereport(item):
     report = (yield).get_result()
     if report.failed:
         report.sections.append(
-            ("reproduce", "bash tests/run_python.sh " + shlex.quote(report.nodeid))
+            ("reproduce", "bash tests/tools/run_python.sh " + shlex.quote(report.nodeid))
         )

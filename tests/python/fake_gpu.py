@@ -1,4 +1,4 @@
-"""A GPU for the package's tests on machines without one. tests/fake_cuda takes the place of the
+"""A GPU for the package's tests on machines without one. tests/cuda/fake takes the place of the
 driver, and tensors of torch lie in its memory. To torch these are CPU tensors. So only answers of
 halfstep._tensors.devices are different: where a tensor lies, the current stream, copies.
 
@@ -17,7 +17,7 @@ import threading
 import pytest
 import torch
 
-from halfstep._step import rounds
+from halfstep._step import steps
 from halfstep._tensors import devices
 
 HOST = torch.device("cpu")
@@ -29,7 +29,7 @@ _TYPES = {"int": ctypes.c_int, "long": ctypes.c_long, "const char *": ctypes.c_c
 def _fields():
     """Returns the fields of a structure, read from the header, the only place that lists them."""
     with open(
-        os.path.join(os.path.dirname(__file__), os.pardir, "fake_cuda", "fake_cuda.h")
+        os.path.join(os.path.dirname(__file__), os.pardir, "cuda", "fake", "fake_cuda.h")
     ) as file:
         text = re.sub(r"/\*.*?\*/", "", file.read(), flags=re.S)
     numbers = dict(re.findall(r"#define (\w+) (\w+)", text))
@@ -54,7 +54,7 @@ WORK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 def load():
     """Loads the fake driver under the name that the library looks for."""
-    folder = os.path.join(os.environ.get("HALFSTEP_BUILD", "build"), "tests", "fake_cuda")
+    folder = os.path.join(os.environ.get("HALFSTEP_BUILD", "build"), "tests", "cuda", "fake")
     os.environ["FAKE_CUDA_OPEN"] = "1"
     os.environ.setdefault("FAKE_CUDA_DEVICES", "2")
     os.environ.setdefault("HALFSTEP_DEVICE_CHECK", "never")  # test_device_check has it
@@ -288,13 +288,13 @@ class Fake:
         ):
             assert hasattr(devices, name)
             patch.setattr(devices, name, function)
-        step = rounds.Release.step_sent
+        step = steps.Steps.step_sent
 
         def alone(*arguments):  # the library asks the driver, too
             with self.lock:
                 step(*arguments)
 
-        patch.setattr(rounds.Release, "step_sent", alone)
+        patch.setattr(steps.Steps, "step_sent", alone)
 
     def close(self):
         """Frees everything, and fails if the driver was misused."""

@@ -16,7 +16,7 @@ import pytest
 from halfstep._library import abi
 
 SOURCE = Path(os.environ.get("HALFSTEP_SOURCE", Path(__file__).resolve().parents[2]))
-# The words of each line; tests/abi.py describes them.
+# The words of each line; tests/house/abi.py describes them.
 LINES = [line.split(" ", 3) for line in (SOURCE / "tests/golden/abi.txt").read_text().splitlines()]
 
 STRUCTURES = {
@@ -420,6 +420,22 @@ def test_a_library_that_is_not_the_right_one(tmp_path, text, words):
     said = load(make_library(tmp_path, text + "\n"))
     for word in (str(tmp_path / "other.so"), *words):
         assert word in said
+
+
+def test_a_library_with_another_table_of_rules(tmp_path):
+    """It is refused, because the package's classes have the options of their own table."""
+    other, title = tmp_path / "other.so", abi.rules["adamw"].title.encode()
+    other.write_bytes(Path(abi.path).read_bytes().replace(title, title.swapcase()))
+    program = "import halfstep._library.abi"
+    for library, fails in ((abi.path, False), (str(other), True)):
+        environment = {**os.environ, "HALFSTEP_LIBRARY": library}
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=environment, stderr=subprocess.PIPE, text=True
+        )
+        assert bool(done.returncode) == fails
+        words = f"ImportError: halfstep: the shared library {library} has other rules, options or"
+        assert (words in done.stderr) == fails, done.stderr
+    assert "HALFSTEP_LIBRARY, or run 'make generate' if you changed a rule" in done.stderr
 
 
 def test_the_package_raises_it_too(tmp_path):

@@ -381,6 +381,8 @@ def test_what_is_no_state_of_an_optimizer(change, said):
 
 @pytest.mark.parametrize("kind", ["int8", "fp8", "int4", "bf16"])
 @pytest.mark.parametrize("written", [False, True])
+@pytest.mark.told("was put beside it by hand", kind="int8", written=False)
+@pytest.mark.told("was put beside it by hand", kind="bf16", written=False)
 def test_states_that_a_trainer_cuts_by_name(kind, written):
     """As trainers of points do. The error says what to do about codes and residuals."""
     params, opt = trained(kind)
@@ -534,6 +536,7 @@ def replaced(word, text):
     ],
 )
 @pytest.mark.parametrize("warm", [0, 2])
+@pytest.mark.told("was loaded without hashes, and is larger", kind="int8")
 def test_bad_safetensors(kind, tensors, metadata, warm, tmp_path):
     path = tmp_path / "o.safetensors"
     _, writer = trained(kind)

@@ -35,7 +35,8 @@ from conftest import (
 from torch.nn import Parameter
 
 import halfstep
-from halfstep._library import abi, signatures
+from halfstep._library import abi
+from halfstep.rules import COMMON
 
 # ---- The classes ---------------------------------------------------------------------------------
 
@@ -135,11 +136,12 @@ def common_options():
     """Returns names and defaults of what Optimizer takes itself and of what all rules may have."""
     keywords = inspect.signature(halfstep.Optimizer.__init__).parameters.values()
     own = {p.name: p.default for p in keywords if p.kind is p.KEYWORD_ONLY}
-    return {**dict.fromkeys(signatures.COMMON, 0), **own}
+    return {**dict.fromkeys(COMMON, 0), **own}
 
 
-def described(text):
-    """Returns the options that a docstring describes: name -> sentences."""
+def described(cls):
+    """Returns the options that the docstring of a class describes: name -> sentences."""
+    text = inspect.getdoc(cls)
     found = re.findall(r"^ {,4}([a-z]\w*) {2,}(\S.*(?:\n {8,}\S.*)*)", text, re.M)
     assert len(found) == len(dict(found)), "described twice"
     return dict(found)
@@ -148,12 +150,12 @@ def described(text):
 def test_a_keyword_means_the_same_in_every_class():
     common, sentences, types = common_options(), {}, {}
     for name, cls in halfstep.rules.classes.items():
-        parameters = list(inspect.signature(cls).parameters.values())[1:]
+        parameters, about = list(inspect.signature(cls).parameters.values())[1:], described(cls)
         for p in parameters:
             if p.name in common:
                 assert p.default == common[p.name], (name, p.name)
                 continue
-            sentence = signatures.title_of(abi.rules[cls.rule], p.name)
+            sentence = re.sub(r" \((at least |-?\d)[^()]*\)$", "", " ".join(about[p.name].split()))
             if p.name in SENTENCES:
                 assert re.search(SENTENCES[p.name], sentence), (name, p.name, sentence)
             elif p.name not in HOMONYMS:
@@ -168,12 +170,12 @@ def test_a_keyword_means_the_same_in_every_class():
 def test_each_option_is_described_once():
     """Those of a rule by its class; the common ones by Optimizer and in docs/python.md."""
     common = common_options()
-    assert described(halfstep.Optimizer.__doc__).keys() == {"params", *common}
+    assert described(halfstep.Optimizer).keys() == {"params", *common}
     for cls in halfstep.rules.classes.values():
         options = list(inspect.signature(cls).parameters)[1:]
-        assert list(described(cls.__doc__)) == [name for name in options if name not in common]
+        assert list(described(cls)) == [name for name in options if name not in common]
         (named,) = re.findall(
-            r"^Common options, which help\(.*\) describes: ([^.]*)", cls.__doc__, re.M
+            r"^Common options, which help\(.*\) describes: ([^.]*)", inspect.getdoc(cls), re.M
         )
         assert re.split(r",\s", named) == [name for name in options if name in common]
     manual = os.path.join(os.path.dirname(__file__), "..", "..", "docs", "python.md")
@@ -185,7 +187,7 @@ def test_each_option_is_described_once():
 @rules
 def test_help_fits_one_screen(rule):
     """The docstring has 50 lines of 100 columns at most; help() indents it by four."""
-    lines = class_of(rule).__doc__.splitlines()
+    lines = inspect.getdoc(class_of(rule)).splitlines()
     assert len(lines) <= 50 and max(map(len, lines)) <= 96
     assert "halfstep.Optimizer" in class_of(rule).__doc__
 

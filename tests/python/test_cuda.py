@@ -86,7 +86,7 @@ def run(gpu, both, first, last, scale=1.0, release=False):
                 continue
             for p in params.values():
                 opt.step_param(p)
-            opt._parts.release.end_round()
+            opt._parts.steps.end_round()
 
 
 def held(gpu, params, opt):
@@ -213,7 +213,7 @@ def test_a_step_is_on_the_current_stream(fake, release):
             with fake.on(other if i % 2 else None):
                 give(fake, params, {name: g})
                 opt.step_param(params[name])
-        opt._parts.release.end_round()
+        opt._parts.steps.end_round()
     fake.wait_for(None, other)
     same(fake, both)
 
@@ -396,7 +396,7 @@ def test_release(gpu, clip):
                 give_a_nan(gpu, params, step, ["body.bias"] if step == 3 else [])
                 for p in params.values():
                     opt.step_param(p)
-                opt._parts.release.end_round()
+                opt._parts.steps.end_round()
         assert both[0][1].skipped_steps == both[1][1].skipped_steps == 1
     same(gpu, both)
 

@@ -1,5 +1,7 @@
 """Tests DTensor parameters on 2, 3 and 4 ranks: the bits of one process, whatever the mesh."""
 
+import copy
+
 import pytest
 import torch
 from conftest import (
@@ -19,6 +21,7 @@ from torch import nn
 from torch.nn import Parameter
 
 import halfstep
+from halfstep._states.bits import row_hashes
 
 pytest.importorskip("torch.distributed.tensor", reason="DTensors are public from torch 2.5 on")
 
@@ -704,3 +707,34 @@ def test_checkpoints_reshard_stacks_and_splits(pool, tmp_path):
         for answers in ranks:
             for case, (got, lr), (bits_wanted, _) in zip(cases, answers, wanted):
                 assert lr == 0.02 and got == bits_wanted, (size, case)
+
+
+def hashes_of_shards(rank, size, dim):
+    from torch.distributed.tensor import Shard
+
+    values = values_of({"matrix": (24, 128), "vector": (600,)}, torch.bfloat16)
+    params = cut(values, mesh_of((size,)), lambda name, v: [Shard(dim if v.dim() > 1 else 0)])
+    opt = halfstep.AdamW(params.items(), weights="bf16-kahan", seed=0)
+    for step in range(3):
+        give_gradients(params, step)
+        opt.step()
+    matrix, vector = params.values()
+    file = copy.deepcopy(opt.state_dict())
+    hashes, unknown = (state["weight.hashes"] for state in file["state"].values())
+    assert torch.equal(unknown, unknown.new_zeros(3))  # parts of pieces tell nothing
+    if dim:  # nor do parts of rows
+        assert torch.equal(hashes, hashes.new_zeros(24))
+        return
+    assert torch.equal(hashes.full_tensor(), row_hashes(matrix.full_tensor()))
+    value = opt.read_weight(matrix).full_tensor()
+    with torch.no_grad():
+        matrix.to_local()[-2:] = 1.0
+    value.view(size, 24 // size, 128)[:, -2:] = 1.0
+    opt.load_state_dict(file)
+    with told("beside 2 of its"):
+        assert torch.equal(opt.read_weight(matrix).full_tensor(), value)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_hashes_of_weights_are_cut_as_their_rows_are(pool, dim):
+    pool.run(2, hashes_of_shards, dim)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import halfstep
-from halfstep._tensors import guards
+from halfstep._step import guards
 
 
 def parameters(n=5, dtype=torch.float32):

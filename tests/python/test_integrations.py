@@ -309,7 +309,7 @@ def test_the_factory_takes_rules_and_says_what_is_missing(tmp_path, capsys):
 
 
 def test_plugins_take_text(tmp_path, monkeypatch):
-    """ms-swift's and axolotl's modules have stand-ins here; tests/trainers has the packages."""
+    """The modules of ms-swift and axolotl have stand-ins here; tests/trainers tries the packages."""
     stand_ins = {name: types.ModuleType(name) for name in STAND_INS}
     for name, module in stand_ins.items():
         vars(module).update(STAND_INS[name])
@@ -658,7 +658,7 @@ def test_8_bit_models_of_other_trainers(tmp_path, kind):
             wrapped.step()
             wrapped.zero_grad()
             if step == 1 and not resume:
-                halfstep._tensors.torch_private.warn_once.cache_clear()
+                halfstep._tensors.torch_public.warn_once.cache_clear()
                 with warnings_are("always") as said:
                     accelerator.save_state(str(tmp_path / "a"))
                 assert "8-bit weights as pytorch_model.bin" in str(said[0].message)

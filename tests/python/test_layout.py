@@ -176,7 +176,7 @@ def test_a_step_count_written_in_place_counts(recipe, way):
     if way == "step_param":
         for p in params.values():
             opt.step_param(p)
-        opt._parts.release.end_round()
+        opt._parts.steps.end_round()
     else:
         opt.step()
     assert all(opt.state[p]["step"] == 2 for p in params.values())

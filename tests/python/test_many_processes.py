@@ -25,7 +25,8 @@ from torch import nn
 from torch.nn import Parameter
 
 import halfstep
-from halfstep._tensors import reducers, torch_private
+from halfstep._step import release as checks
+from halfstep._tensors import torch_public
 
 RECIPE = {"weights": "bf16-ecc8", "states": "int8"}
 
@@ -360,8 +361,8 @@ def release_and_wrappers(rank, size, when):
     if when in ("before", "older than the package", "inner called", "forward before", "gone"):
         called = wrap(model)
     if when == "older than the package":  # which has not seen it made
-        reducers._wrappers.clear()
-        reducers.known = 0
+        checks._wrappers.clear()
+        checks.noted = 0
     x = torch.ones(2, 48).bfloat16()
     if when == "forward before":
         loss = called(x).float().sum()
@@ -522,7 +523,7 @@ def test_a_rank_that_is_refused_for_another_warns_too(pool):
 
 def warned(rank, size):
     if rank:
-        torch_private.warn("a text")
+        torch_public.warn("a text")
 
 
 def test_a_warning_that_a_rank_does_not_expect_fails_the_test(pool):

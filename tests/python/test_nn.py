@@ -16,7 +16,7 @@ from conftest import CAN_SHARE, peak, randn, warnings_are
 from torch import nn
 
 import halfstep
-from halfstep._tensors.torch_private import VERSION
+from halfstep._tensors.torch_public import VERSION
 from halfstep.nn import (
     Int8Weight,
     pack,
@@ -551,4 +551,4 @@ def test_shared_parameters_stay_shared():
 def test_importing_the_package_is_enough():
     assert halfstep.nn.quantize_ is quantize_
     with contextlib.suppress(AttributeError):
-        assert any(_.__name__ == "_restore" for _ in torch.serialization.get_safe_globals())
+        assert any(_.__name__ == "restore_weight" for _ in torch.serialization.get_safe_globals())

@@ -288,8 +288,8 @@ def test_a_parameter_that_python_has_not_stepped(tmp_path):
 
 
 def spellings(*kinds):
-    """Returns (kind, text, is good, bits) from the list that tests/test_optimizer_io.c reads."""
-    with open(os.path.join(ROOT, "tests", "spellings.def"), encoding="utf-8") as file:
+    """Returns (kind, text, is good, bits) from the list that tests/io/test_optimizer_io.c reads."""
+    with open(os.path.join(ROOT, "tests", "tools", "spellings.def"), encoding="utf-8") as file:
         rows = re.findall(r'^SPELLING\((\w+), ("[^"]*"), ([01]), (\w+)\)$', file.read(), re.M)
     return [
         (kind, ast.literal_eval(text).encode("latin-1").decode(), good == "1", int(bits, 0))

@@ -16,7 +16,7 @@ from torch import nn
 import halfstep
 from halfstep import __main__ as program
 from halfstep._library import abi
-from halfstep._tensors.torch_private import warn_once
+from halfstep._tensors.torch_public import warn_once
 from halfstep.plan import Plan, plan
 
 BLOCKS = {

@@ -31,9 +31,7 @@ def package():
         search_paths=[str(ROOT / "python")],
         extensions=griffe.load_extensions(python_docs.Extension),
     )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HALFSTEP_LIBRARY", halfstep._library.abi.lib._name)
-        loader.load("halfstep")
+    loader.load("halfstep")
     loader.resolve_aliases(implicit=False, external=False)
     return loader.modules_collection
 

@@ -2,6 +2,7 @@
 somebody else has written has none. A weight that only seems to be written keeps its own."""
 
 import copy
+import ctypes
 import itertools
 import os
 import sys
@@ -34,6 +35,8 @@ from torch import nn
 import halfstep
 import halfstep.nn
 from halfstep import EMA
+from halfstep._states.bits import row_hashes
+from halfstep._tensors.sharding import is_packed, stored
 
 FORMATS = {
     "bf16-kahan": torch.bfloat16,
@@ -282,7 +285,7 @@ def test_our_own_writes_are_no_strangers(weights, way, silent):
             if way in ("release", "flat") and step:
                 for p in params.values():
                     opt.step_param(p)
-                opt.step() if way == "release" else opt._parts.release.end_round()
+                opt.step() if way == "release" else opt._parts.steps.end_round()
             elif way == "some gradients":
                 for i, p in enumerate(params.values()):
                     if (i + step) % 2:
@@ -449,6 +452,167 @@ def test_weights_of_inference_mode(silent):
     assert opt.state[p]["weight.extra"].any()
 
 
+# ---- What nobody can see -------------------------------------------------------------------------
+
+
+def ways_behind(p):
+    """Returns ways to write a weight that torch does not count."""
+    memory = stored(p)
+    count = memory.numel() * memory.element_size()
+    return {
+        "data": lambda: stored(p.data).zero_() if is_packed(p) else p.data.zero_(),
+        "pointer": lambda: ctypes.memset(memory.data_ptr(), 0, count),
+    }
+
+
+@pytest.mark.parametrize("weights", [*FORMATS, "int8-ecc4"])
+@pytest.mark.parametrize("way", ["data", "pointer"])
+@pytest.mark.parametrize("hashed", [False, True])
+def test_weights_changed_is_for_writes_that_torch_does_not_count(weights, way, hashed, silent):
+    """All or some are named. What is dropped is what a noticed write drops, and nothing is said."""
+    if weights == "int8-ecc4":
+        model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in "ab")).bfloat16()
+        halfstep.nn.quantize_(model, weights)
+        opt = halfstep.AdamW(model.named_parameters(), lr=2.0**-9, seed=0)
+        run(opt, model, 0, 3)
+    else:
+        model, opt = made(weights, 3)
+    params = {name: p for name, p in model.named_parameters() if p.dim()}
+    (first, p), *_, (other, q) = params.items()
+    if hashed:
+        opt.state_dict()
+    before = {n: bits(opt.state[r]["weight.extra"]) for n, r in params.items()}
+    opt.weights_changed([first, other] if hashed else [first])
+    assert hashed == (bits(opt.state[p]["weight.extra"]) == before[first])  # no bit has changed
+    run(opt, model, 3, 5)
+    before = bits(opt.state[q]["weight.extra"])
+    with torch.no_grad():
+        ways_behind(p)[way]()
+    opt.weights_changed(first)
+    value = p.dequantize(torch.float32) if is_packed(p) else p.float()
+    assert torch.equal(opt.read_weight(p), value) or is_packed(p)
+    assert is_packed(p) or not opt.state[p]["weight.extra"].any()
+    assert bits(opt.state[q]["weight.extra"]) == before != bits(opt.state[p]["weight.extra"])
+    with torch.no_grad():
+        ways_behind(q)[way]()
+    opt.weights_changed()
+    assert bits(opt.state[q]["weight.extra"]) != before
+
+
+def test_weights_changed_refuses_unknown_names():
+    model, opt = made("bf16-kahan", 1)
+    before = everything(opt, named(model))
+    for names in ("tree.matrx", ["tree.vector", "tree.matrx"]):
+        with pytest.raises(ValueError, match="no parameter 'tree.matrx'; it has 'tree.matrix'"):
+            opt.weights_changed(names)
+    assert everything(opt, named(model)) == before
+    opt.weights_changed([])
+    halfstep.AdamW(Model(torch.float32).named_parameters()).weights_changed()
+
+
+def test_weights_changed_counts_in_eval():
+    """The weight is then an average, from which training goes on."""
+    model, opt = made("bf16-kahan", 3, "schedulefree")
+    opt.eval()
+    model.tree["matrix"].data.fill_(0.25)
+    opt.weights_changed(["tree.matrix"])
+    opt.train()
+    assert (opt.read_average(model.tree["matrix"]) - 0.25).abs().max() < 1e-2
+
+
+# ---- States that are moved by hand ---------------------------------------------------------------
+
+
+def pair_of_matrices(weights):
+    params = {
+        name: nn.Parameter((randn((24, 96), i) * 10.0 ** (-2 * i)).to(FORMATS[weights]))
+        for i, name in enumerate("ab")
+    }
+    opt = optimizer_of(params.items(), weights)
+    run(opt, params, 0, 3)
+    return params, opt
+
+
+@formats
+@pytest.mark.parametrize("way", ["dictionary", "assigned", "another", "live"])
+def test_a_state_beside_another_weight_has_no_residual(weights, way):
+    """The hashes go with the state. A live state has none, and nothing tells whose it is."""
+    params, opt = pair_of_matrices(weights)
+    file = saved(opt.state_dict())
+    a, b = params.values()
+    kept = opt.read_weight(a)
+    if way == "live":
+        run(opt, params, 3, 4)
+        held = {k: v.clone() for k, v in opt.state[a].items()}
+        opt.state.clear()
+        params, opt = pair_of_matrices(weights)
+        a, b = params.values()
+        b.data.mul_(0.5)
+        opt.state[b] = {**held, "id": torch.tensor(3)}
+    elif way == "dictionary":
+        file["state"][0], file["state"][1] = file["state"][1], file["state"][0]
+        for state, own in zip(file["state"].values(), opt.state_dict()["state"].values()):
+            state["id"] = own["id"]
+        opt.load_state_dict(file)
+    else:
+        if way == "another":
+            opt = optimizer_of(params.items(), weights)
+        opt.state[b] = file["state"][0]
+        opt.state[a] = file["state"][1]
+    with warnings_are("always") as said:
+        assert torch.equal(opt.read_weight(b), b.float())
+    assert len(said) == 1 and ("by hand" in str(said[0].message)) == (way == "live")
+    if way != "live":
+        opt.state[a] = saved(opt.state_dict()["state"][0])  # and the right one is kept
+        params, opt = pair_of_matrices(weights)
+        a, b = params.values()
+        opt.state[a] = saved(opt.state_dict()["state"][0])
+        with warnings_are("error"):
+            assert torch.equal(opt.read_weight(a), kept)
+
+
+@formats
+def test_a_kahan_residual_larger_than_a_unit_needs_hashes(weights):
+    """A state without hashes is believed, unless rounding cannot have left its residual."""
+    params, opt = pair_of_matrices(weights)
+    file = saved(opt.state_dict())
+    for state in file["state"].values():
+        del state["weight.hashes"]
+    values = list(map(opt.read_weight, params.values()))
+    with warnings_are("error"):
+        opt.load_state_dict(file)
+        assert all(map(torch.equal, map(opt.read_weight, params.values()), values))
+    small = params["b"].detach().clone()
+    opt.load_state_dict(file)
+    with torch.no_grad():
+        params["a"].copy_(small)
+    kahan = weights.endswith("kahan")
+    with told("loaded without hashes, and is larger than rounding", kahan):
+        found = opt.read_weight(params["a"])
+    assert torch.equal(found, small.float()) == kahan
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.told("was written, but not by this optimizer")
+@pytest.mark.skipif(not hasattr(torch, "compile"), reason="this torch has no compiler")
+def test_hashes_of_compiled_steps_are_of_the_new_weights(backend):
+    """The operator may have copies, which the compiler puts into the weights afterwards."""
+    torch._dynamo.reset()
+    model, opt = made("bf16-kahan", compile=True)
+    step = torch.compile(opt.step, fullgraph=True, backend=backend) if backend else opt.step
+    with warnings_are("ignore"):
+        for number in range(3):
+            set_gradients(model, number)
+            step()
+            knows_hashes(model, opt)
+        set_gradients(model, 3)
+        step()
+    state = saved(opt.state_dict())
+    for kept, p in zip(state["state"].values(), model.parameters()):
+        assert torch.equal(kept["weight.hashes"], row_hashes(p))
+    torch._dynamo.reset()
+
+
 # ---- Interrupts ----------------------------------------------------------------------------------
 
 
@@ -613,6 +777,8 @@ def test_averages_load_and_move_with_their_residuals(weights, silent):
             other.update_parameters(model)
             other.update_parameters(model)
         other.load_state_dict(kept)
+        assert plain(other.full_state_dict()) == plain(ema.full_state_dict())
+        other.load_state_dict(saved(kept), assign=True)
         assert plain(other.full_state_dict()) == plain(ema.full_state_dict())
         follows = copy.deepcopy(ema)
         for e in (other, follows):
@@ -826,8 +992,8 @@ def test_hashes_of_a_kept_state_end_with_the_next_step():
     model, opt = made("bf16-kahan", 2)
     live, copied = opt.state_dict(), copy.deepcopy(opt.state_dict())
     run(opt, model, 2, 3)
-    assert all(not hashes.any() for hashes in live["weight_hashes"].values())
-    assert all(hashes.all() for hashes in copied["weight_hashes"].values())
+    assert all(not state["weight.hashes"].any() for state in live["state"].values())
+    assert all(state["weight.hashes"].all() for state in copied["state"].values())
     fresh, other = made("bf16-kahan", seed=5)
     fresh.load_state_dict(model.state_dict())
     other.load_state_dict(live)
@@ -835,9 +1001,12 @@ def test_hashes_of_a_kept_state_end_with_the_next_step():
         other.read_weight(fresh.tree["matrix"]), opt.read_weight(model.tree["matrix"])
     )
     before = states(other)
-    live = {**saved(live), "weight_hashes": [1]}
+    live = saved(live)
+    live["state"][0]["weight.hashes"] = [1]
     live["state"][0]["exp_avg"].zero_()
-    with pytest.raises(ValueError, match="'weight_hashes' of this state is not a dictionary"):
+    with pytest.raises(
+        ValueError, match="state 'weight.hashes' of parameter 'tree.matrix' is list"
+    ):
         other.load_state_dict(live)
     assert states(other) == before
 

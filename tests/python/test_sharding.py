@@ -172,7 +172,7 @@ def test_a_warmup_from_zero_is_no_priming_step():
     "device", ["cpu", "cpu:0"]
 )  # the tensor itself is added, or a copy where a group adds, as NCCL on its GPU
 def test_sums_over_groups_come_back_from_where_they_are_made(monkeypatch, device):
-    monkeypatch.setattr(classes, "_device", lambda group: device)
+    monkeypatch.setattr(classes, "devices_of", lambda group: [device])
     monkeypatch.setattr(
         torch.distributed, "all_reduce", lambda numbers, op, group: numbers.mul_(group)
     )

@@ -1,26 +1,26 @@
-"""Tests what editors and type checkers see. The stub is what the classes are. Examples and a user's
-file pass, and mistakes in one are found. Lists in documents are current too."""
+"""Tests what editors and type checkers see. The classes are text, and everything public has types.
+Examples and a user's file pass, and mistakes in one are found. Lists in documents are current
+too."""
 
 import ast
 import importlib.util
 import inspect
 import os
+import pickle
 import re
-import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import halfstep
-from halfstep import rules
-from halfstep._library import abi
-from halfstep._library.signatures import COMMON
+from halfstep import classes, rules
 from halfstep.optimizer import Optimizer
 
 ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), os.pardir, os.pardir))
 GENERATE = os.path.join(ROOT, "scripts", "generate.py")
-PACKAGE = os.path.dirname(os.path.abspath(halfstep.__file__))
+PACKAGE = Path(halfstep.__file__).absolute().parent
 
 GOOD = """
 import torch
@@ -40,11 +40,18 @@ norm: float = opt.grad_norm
 held: torch.Tensor = opt.read_state(model.weight, "exp_avg")
 print(halfstep.plan(model, memory="24G"), opt.memory()["states"], opt.recipe(model.weight))
 with halfstep.GradientAccumulator(model) as sums:
-    pass
+    model(torch.ones(1, 8)).sum().backward()
+sums.attach().reassign(missing="skip")
 ema = halfstep.EMA(model, decay=0.99)
-ema.update_parameters(model, opt)
+ema.update_parameters(model, [opt])
+with ema.swapped(model) as averaged:
+    averaged.train(False)
 halfstep.name_parameters(model)
 opt.step()
+opt.step(lambda: model(torch.ones(1, 8)).sum())
+saved = opt.state_dict()
+opt.load_state_dict({**saved, "state": dict(saved["state"])})
+opt.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
 """
 #: each is found by both checkers
 BAD = [
@@ -54,6 +61,11 @@ BAD = [
     "halfstep.AdamW(model.parameters(), states=8)",
     "halfstep.optimizer(model.parameters(), 'adamw')",
     "opt.read_state(model.weight)",
+    "opt.load_state_dict(8)",
+    "opt.step(8)",
+    "opt.state_dict(8)",
+    "ema.update_parameters(8)",
+    "halfstep.EMA(8)",
 ]
 
 
@@ -67,29 +79,17 @@ def files(tmp_path):
     return tmp_path
 
 
-@pytest.fixture(scope="module")
-def package(tmp_path_factory):
-    """Returns the folder of the installed package or, in a source tree, of a copy with a stub."""
-    if "site-packages" in PACKAGE.split(os.sep):
-        return os.path.dirname(PACKAGE)
-    folder = tmp_path_factory.mktemp("package")
-    shutil.copytree(PACKAGE, folder / "halfstep", ignore=shutil.ignore_patterns("*.pyi"))
-    stub = os.path.join(ROOT, "cmake", "stub.py")
-    path = os.path.join(folder, "halfstep", "__init__.pyi")
-    subprocess.run([sys.executable, "-I", stub, abi.path, path], check=True)
-    return str(folder)
-
-
-def errors(tool, folder, package):
+def errors(tool, folder):
     """Returns (file, line) of each error, and the whole output."""
     environment = {**os.environ, "MYPYPATH": "", "PYTHONPATH": ""}
     if tool == "mypy":
-        if "site-packages" not in package.split(os.sep):
-            environment["MYPYPATH"] = package
+        if "site-packages" not in PACKAGE.parts:
+            environment["MYPYPATH"] = str(PACKAGE.parent)
         command = [
             sys.executable,
             "-m",
             "mypy",
+            "--strict",
             "--no-incremental",
             "--no-error-summary",
             "--follow-imports=silent",
@@ -98,7 +98,7 @@ def errors(tool, folder, package):
     else:
         (folder / "pyrightconfig.json").write_text(
             '{"typeCheckingMode": "standard", "extraPaths": ["%s"], "pythonVersion": "%d.%d"}'
-            % (package, *sys.version_info[:2])
+            % (PACKAGE.parent, *sys.version_info[:2])
         )
         command = [
             os.path.join(os.path.dirname(sys.executable), "basedpyright"),
@@ -121,80 +121,90 @@ def test_what_follows_from_the_table_of_rules_is_current():
     spec = importlib.util.spec_from_file_location("generate", GENERATE)
     generate = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(generate)
-    for path, text in generate.files().items():
+    for path, text in {**generate.classes(), **generate.files()}.items():
         assert open(os.path.join(ROOT, path), encoding="utf-8").read() == text, (
             f"{path}: make generate"
         )
 
 
-def stub_of(package):
-    """Returns the stub's classes by name, and its values."""
-    with open(os.path.join(package, "halfstep", "__init__.pyi"), encoding="utf-8") as file:
-        module = ast.parse(file.read()).body
-    classes = {x.name: x for x in module if isinstance(x, ast.ClassDef)}
-    return classes, {x.targets[0].id: x.value for x in module if isinstance(x, ast.Assign)}
-
-
-def types_of(body):
-    return {x.target.id: ast.unparse(x.annotation) for x in body if isinstance(x, ast.AnnAssign)}
-
-
-def test_the_stub_is_what_the_classes_are(package):
-    """Names, order, kinds, defaults and types of all options are those of the class, and none is
-    left out. An option has one type in all classes."""
-    classes, values = stub_of(package)
-    common = inspect.signature(Optimizer.__init__).parameters
-    shared = types_of(classes.pop("_Options").body)
-    assert classes.keys() == rules.classes.keys()
-    assert ast.literal_eval(values.pop("__all__")) == halfstep.__all__
-    assert {k: v.id for k, v in values.items()} == {
+def test_the_classes_are_text():
+    """An editor, a debugger and help() show what runs. Pickles name the module."""
+    for name, cls in rules.classes.items():
+        assert vars(classes)[name] is vars(halfstep)[name] is cls
+        assert inspect.getsourcefile(cls) == classes.__file__
+        assert inspect.getsource(cls).startswith(f"class {name}(")
+        assert re.match(r"    def __init__\(\n +self, params: ", inspect.getsource(cls.__init__))
+        assert b"halfstep.classes" in pickle.dumps(cls) and pickle.loads(pickle.dumps(cls)) is cls
+    assert list(rules.classes) == classes.__all__
+    assert set(halfstep.__all__) > {*classes.__all__}
+    aliases = {
         name: value.__name__
         for name, value in vars(halfstep).items()
         if value in rules.classes.values() and name not in rules.classes
     }
+    assert aliases == {"RMSprop": "RMSProp", "ScheduleFreeAdamW": "ScheduleFree"}
+
+
+def test_options_have_the_types_of_the_base():
+    """Common options have the names, defaults and types of Optimizer in every class, and the same
+    place among its keywords. An option has one type in all classes."""
+    common = inspect.signature(Optimizer.__init__).parameters
+    common = {n: p for n, p in common.items() if p.kind is p.KEYWORD_ONLY}
     seen = {}
     for name, cls in rules.classes.items():
-        (init,) = (x.args for x in classes[name].body if isinstance(x, ast.FunctionDef))
-        given = init.args[2:]
-        stub = {
-            x.arg: (ast.unparse(x.annotation), ast.literal_eval(default), kind)
-            for xs, defaults, kind in (
-                (given, init.defaults, inspect.Parameter.POSITIONAL_OR_KEYWORD),
-                (init.kwonlyargs, init.kw_defaults, inspect.Parameter.KEYWORD_ONLY),
-            )
-            for x, default in zip(xs, defaults)
-        }
-        assert len(given) == len(init.defaults)
-        if init.kwarg:
-            assert ast.unparse(init.kwarg.annotation) == "Unpack[_Options]"
-        signature = list(inspect.signature(cls).parameters.values())
-        assert [x.arg for x in init.args[:2]] == ["self", signature.pop(0).name]
-        assert list(stub) == [p.name for p in signature if p.name in stub]
+        taken, *signature = inspect.signature(cls).parameters.values()
+        assert (taken.name, taken.default) == ("params", inspect.Parameter.empty)
+        assert inspect.signature(cls).return_annotation is None
+        assert common.keys() <= {p.name for p in signature}
+        assert {*rules.COMMON} - {"cautious"} <= {p.name for p in signature}
         for p in signature:
-            kind, default, how = stub.get(p.name) or (
-                shared[p.name],
-                p.default,
-                inspect.Parameter.KEYWORD_ONLY,
-            )
-            assert init.kwarg or p.name in stub, (name, p.name)
-            assert (default, how) == (p.default, p.kind), (name, p.name)
+            assert p.annotation is not inspect.Parameter.empty, (name, p.name)
+            assert p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY), (name, p.name)
             if p.name in common:
-                annotation = inspect.formatannotation(common[p.name].annotation)
-                assert kind == annotation.replace("typing.", ""), (name, p.name)
+                assert p.replace(kind=p.KEYWORD_ONLY) == common[p.name], (name, p.name)
             if p.name not in ("betas", "eps"):  # as many rates as a rule has; Adafactor's pair
-                assert seen.setdefault(p.name, kind) == kind, (name, p.name)
-        assert stub.keys() | (shared.keys() if init.kwarg else set()) == {p.name for p in signature}
-    assert shared.keys() >= (set(COMMON) - {"cautious"})
-    bases = {name: ast.unparse(node.bases[0]) for name, node in classes.items()}
-    for name, cls in rules.classes.items():
-        base = cls.__base__
-        assert bases[name] == ("Optimizer" if base is Optimizer else f"rules.{base.__name__}")
+                assert seen.setdefault(p.name, p.annotation) == p.annotation, (name, p.name)
+        keywords = [p.name for p in signature if p.kind is p.KEYWORD_ONLY and p.name in common]
+        assert keywords == [name for name in common if name in keywords]
+        assert cls.__base__ is getattr(rules, f"_{name}", Optimizer)
+
+
+def untyped(tree, where):
+    """Yields what a module says without types: the public functions, methods and properties that
+    lack the type of an argument or of what they return."""
+    for node in tree.body:
+        name = getattr(node, "name", "_")
+        if name.startswith("_") and name != "__init__":
+            continue
+        if isinstance(node, ast.ClassDef):
+            yield from untyped(node, f"{where}.{name}")
+        elif isinstance(node, ast.FunctionDef):
+            given = node.args
+            every = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
+            bare = [x for x in every if x and x.annotation is None and x.arg != "self"]
+            if bare or node.returns is None:
+                yield f"{where}.{name}"
+
+
+def test_everything_public_has_types():
+    assert (PACKAGE / "py.typed").exists()
+    found, modules = [], 0
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = path.relative_to(PACKAGE).with_suffix("")
+        if not any(part.startswith("_") and part != "__init__" for part in name.parts):
+            modules += 1
+            found += untyped(ast.parse(path.read_text(encoding="utf-8")), ".".join(name.parts))
+    assert modules > 20 and not found
+    assert list(untyped(ast.parse("def f(x) -> int: ...\nclass A:\n def g(self): ..."), "")) == [
+        ".f",
+        ".A.g",
+    ]
 
 
 @pytest.mark.all
 @pytest.mark.parametrize("tool", ["mypy", "basedpyright"])
-def test_mistakes_are_found_and_nothing_else(files, package, tool):
-    found, out = errors(tool, files, package)
+def test_mistakes_are_found_and_nothing_else(files, tool):
+    found, out = errors(tool, files)
     first = GOOD.count("\n") + 1
     assert {line for name, line in found if name == "bad.py"} == set(
         range(first, first + len(BAD))

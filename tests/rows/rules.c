@@ -1,4 +1,4 @@
-/* For tests/new_rows_test.sh: tests the rules "factored" and "estimate" in the library it is linked with against their
+/* For tests/house/new_rows_test.sh: tests the rules "factored" and "estimate" in the library it is linked with against their
  * equations in double. Bits must be the same on every instruction set and with any number of threads. They must be the
  * same in one call as in parts, and after saving and loading. Prints a line for each; returns 0 if all hold. */
 #define HALFSTEP_ADVANCED
@@ -7,7 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "tests/calls.h"
+#include "tests/tools/calls.h"
 #include "halfstep.h"
 #include "halfstep_io.h"
 

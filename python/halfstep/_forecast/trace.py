@@ -94,6 +94,13 @@ class Trace:
         return self.names[self.places[event]]
 
 
+def in_backward():
+    """Returns True inside a backward pass. Where torch does not tell it is False, and a trace then
+    counts what a backward pass allocates as activations."""
+    number = torch_private.backward_pass()
+    return number is not None and number >= 0
+
+
 class _Follower(torch_private.TorchDispatchMode):
     """Writes a Trace of what runs inside it."""
 
@@ -107,7 +114,7 @@ class _Follower(torch_private.TorchDispatchMode):
 
     def born(self, storage, kind):
         """Notes a piece of memory, unless it is known."""
-        key = storage._cdata
+        key = id(storage)  # torch keeps the object as long as the memory
         if key in self.pieces or not storage.nbytes():
             return
         piece, size = len(self.trace.kinds), storage.nbytes()
@@ -121,7 +128,7 @@ class _Follower(torch_private.TorchDispatchMode):
 
     def _event(self, piece, size):
         trace = self.trace
-        if self.stack or not torch_private.in_backward():
+        if self.stack or not in_backward():
             trace.places.append(self._number(self.stack[-1] if self.stack else "the step"))
         else:
             self.waiting.append(len(trace.places))
@@ -149,7 +156,7 @@ class _Follower(torch_private.TorchDispatchMode):
         name = self.modules.get(id(module))
         if name is None:
             name = self.stack[-1] if self.stack else type(module).__name__
-        again = torch_private.in_backward() and not name.endswith(", again")
+        again = in_backward() and not name.endswith(", again")
         self.stack.append((name or "the model") + (", again" if again else ""))
 
     def leave(self, module, _, __):
@@ -160,7 +167,7 @@ class _Follower(torch_private.TorchDispatchMode):
     def complete(self, name, p):
         """Runs when the gradient of a parameter is complete."""
         self.settle(f"{name.rpartition('.')[0]}, backward")
-        held = self.pieces.get(p.grad.untyped_storage()._cdata)
+        held = self.pieces.get(id(p.grad.untyped_storage()))
         if held is not None:
             self.trace.kinds[held[0]] = _GRADIENT
             self.trace.dead[held[0]] = len(self.trace.deltas) - 1
@@ -171,7 +178,7 @@ class _Follower(torch_private.TorchDispatchMode):
         if torch.is_autocast_enabled():  # that of GPUs
             raise ValueError(_ELSEWHERE)
         found = func(*args, **(kwargs or {}))
-        inside = bool(self.stack) or not torch_private.in_backward()
+        inside = bool(self.stack) or not in_backward()
         self._note(found, _ACTIVATION if inside else _TEMPORARY)
         name = func.overloadpacket.__name__
         if name == _ATTENTION_BACKWARD:
@@ -235,35 +242,34 @@ def prepared(model, prepare):
     """Returns a context in which the parameters and buffers of a model are on `meta`, as
     prepare(model) makes them. Yields a function that replaces each by what another makes of it."""
     held = [
-        (table, name, value)
+        (module, name, value)
         for module in model.modules()
-        for table in (module._parameters, module._buffers)
-        for name, value in table.items()
-        if value is not None
+        for named in (module.named_parameters, module.named_buffers)
+        for name, value in named(recurse=False, remove_duplicate=False)
     ]
 
     def change(make):
         made = {}
-        for table, name, _ in held:
-            value = table[name]
+        for module, name, _ in held:
+            value = getattr(module, name)
             if id(value) not in made:
                 made[id(value)] = make(value), value
-            table[name] = made[id(value)][0]
+            setattr(module, name, made[id(value)][0])
 
     try:
         change(_meta)
         prepare(model)
         yield change
     finally:
-        for table, name, value in held:
-            table[name] = value
+        for module, name, value in held:
+            setattr(module, name, value)
 
 
 def _like(value, made):
     """Returns a tensor as a parameter with the attributes of another, if that is one."""
     if isinstance(value, torch.nn.Parameter):
         made = torch.nn.Parameter(made, value.requires_grad)
-        own = ("_stored", "format", "row_length", "_is_param")
+        own = ("_stored", "format", "row_length", torch_private.PARAMETER_MARK)
         vars(made).update({name: x for name, x in vars(value).items() if name not in own})
     return made
 

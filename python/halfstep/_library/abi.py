@@ -3,13 +3,14 @@ include/halfstep.h declares them. Also its tables of rules, formats and hyper-pa
 data. Nothing here needs torch. This file is longer than 500 lines because structures and tables
 have a line for each field.
 
-The shared library lies beside this file. The environment variable HALFSTEP_LIBRARY names another
+The shared library lies in the folder of the package. The environment variable HALFSTEP_LIBRARY names another
 one to load instead.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import numbers
 import operator
 import os
@@ -339,15 +340,18 @@ def _library_path() -> str:
     return os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), name)
 
 
-def _load(path: str) -> ctypes.CDLL:
-    remedy = (
+def _remedy() -> str:
+    """Returns what to do about a library that cannot be used."""
+    return (
         "correct or unset the environment variable HALFSTEP_LIBRARY"
         if os.environ.get("HALFSTEP_LIBRARY")
         else "install the package again ('pip install .' in its source folder)"
     )
 
+
+def _load(path: str) -> ctypes.CDLL:
     def unusable(what: str) -> ImportError:
-        return ImportError(f"halfstep: {what}; {remedy}", path=path)
+        return ImportError(f"halfstep: {what}; {_remedy()}", path=path)
 
     if not os.path.isfile(path):
         raise unusable(f"the shared library {path} does not exist")
@@ -578,6 +582,23 @@ formats: Dict[str, Format] = {
     f.name: f for f in map(_read_format, range(lib.halfstep_format_count()))
 }
 format_rows: List[Format] = list(formats.values())
+
+
+def rules_fingerprint() -> str:
+    """Returns a hash of the table of rules."""
+    table = repr(list(rules.values()))
+    return hashlib.sha256(table.encode()).hexdigest()[:16]
+
+
+def check_rules(expected: str) -> None:
+    """Raises ImportError if the table of rules does not have this fingerprint. The classes of
+    optimizers were written from the table that has it."""
+    if rules_fingerprint() != expected:
+        raise ImportError(
+            f"halfstep: the shared library {path} has other rules, options or bounds than the"
+            f" classes of this package; {_remedy()}, or run 'make generate' if you changed a rule",
+            path=path,
+        )
 
 
 def choices(name: str) -> Tuple[str, ...]:

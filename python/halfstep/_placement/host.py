@@ -67,8 +67,8 @@ class Offloaded(Streamed):
 
     work = overlap = None
 
-    def __init__(self, groups, names):
-        super().__init__(groups, names)
+    def __init__(self, parts):
+        super().__init__(parts)
         self.hooks, self.copies, self.sides = [], {}, {}
         self.thread = self.error = None
         #: pinned memory that is free for gradients, by dtype and size
@@ -312,7 +312,7 @@ class Offloaded(Streamed):
         self.drop()
         self._lead()
 
-    def released(self, p, release):
+    def released(self, p, steps):
         # Handles belong to one thread at a time. Small parameters that are stepped on the GPU keep
         # their gradients until step(), and large ones wait for the thread.
         if self._is_streamed(p):
@@ -326,7 +326,7 @@ class Offloaded(Streamed):
             self.moving |= self.places.setdefault(p, place) != place
             self.places[p] = place
             self.sent.append((p, place))
-            self._send(release, p, grad, self.groups.options.optimizer_accumulation)
+            self._send(steps, p, grad, self.groups.options.optimizer_accumulation)
             p.grad = None
             if self.moving:  # the weight must be there before it leaves again
                 self.settle()
@@ -349,11 +349,11 @@ class Offloaded(Streamed):
 
     # ---- Steps while the backward pass goes on ---------------------------------------------------
 
-    def _send(self, release, p, grad, micro):
+    def _send(self, steps, p, grad, micro):
         """Sends p to the thread, which steps p as soon as its gradient is here."""
         buffer = self._take_buffer(local(grad))
         down = self._fetch(buffer, local(grad))
-        self.send(self._carry_out, weakref.ref(release), p, buffer, down, micro)
+        self.send(self._carry_out, weakref.ref(steps), p, buffer, down, micro)
 
     def send(self, method, *arguments):
         """Has a thread call a method, after all that were sent before, unless its object is
@@ -366,14 +366,14 @@ class Offloaded(Streamed):
             self.thread.start()
         self.work.put((weakref.WeakMethod(method), *arguments))
 
-    def _carry_out(self, release, p, buffer, down, micro):
-        release, copy = release(), self._copy_of(p)
-        if release is None:
+    def _carry_out(self, steps, p, buffer, down, micro):
+        steps, copy = steps(), self._copy_of(p)
+        if steps is None:
             return
         copy.gradient, copy.down, copy.given, copy.alone = buffer, down, None, True
         if self.error is None:  # after an error, gradients stay until step() has raised it
             try:
-                release.step_sent(p, buffer, micro)
+                steps.step_sent(p, buffer, micro)
             except BaseException as error:
                 self.error = error
                 return

@@ -1,10 +1,8 @@
-"""Decides where parameters are stepped and where their states are: beside the weights. offload.py
-and streaming.py have other placements."""
-
-import contextlib
+"""Decides where parameters are stepped and where their states are: beside the weights. host.py and
+streams.py have other placements."""
 
 from .._ranks import ownership
-from .._states.members import Wanted
+from .._states.members import NOTHING, Wanted
 from .._tensors import devices, matrices, sharding
 from .._tensors.parameters import check_gradient
 from .._tensors.sharding import stored
@@ -13,8 +11,8 @@ from .._tensors.sharding import stored
 class Placement:
     """Steps every parameter on the device that it lies on, with states there."""
 
-    def __init__(self, groups, names):
-        self.groups, self.names = groups, names
+    def __init__(self, parts):
+        self.groups, self.names = parts.groups, parts.names
 
     def describe(self, members):
         """Returns what handles are to know of some parameters, of each its group index, position,
@@ -97,11 +95,11 @@ class Placement:
 
     def stepping(self):
         """Returns a context around each call of step()."""
-        return contextlib.nullcontext()
+        return NOTHING
 
-    def released(self, p, release):
+    def released(self, p, steps):
         """Runs when the gradient of a parameter is complete in gradient release. Returns True if
-        this object makes the step itself, by release.step_sent() or later."""
+        this object makes the step itself, by steps.step_sent() or later."""
         return False
 
     def stepped_alone(self, p):

@@ -9,7 +9,7 @@ import torch
 from .._library import abi, calls
 from .._library.abi import lib
 from .._settings.options import bytes_of
-from .._step.gather import Gathered
+from .._step.gather import Ready
 from .._tensors import devices
 
 #: so many steps in a row that are made again end the steps in advance for a while
@@ -39,8 +39,9 @@ class Overlap:
     """Sends the parameters of an optimizer to the thread of its placement, and keeps the results.
     Nothing that can be read changes before step()."""
 
-    def __init__(self, groups, placement, cache, gather):
-        self.groups, self.placement, self.cache, self.gather = groups, placement, cache, gather
+    def __init__(self, parts):
+        self.groups, self.placement = parts.groups, parts.placement
+        self.cache, self.gather = parts.cache, parts.gather
         #: steps that were made again
         self.redone = 0
         #: by parameter: the results of this step, and those that step() uses
@@ -85,7 +86,7 @@ class Overlap:
         grad = copy.gradient if copy.alone else p.grad
         if grad is None or not copy.is_of(grad):
             return  # step() brings it into the placements of its parameter
-        found = self.gather.place(Gathered(engine), m, p, grad)
+        found = self.gather.place(Ready(engine), m, p, grad)
         room = found and self._room(m, copy)
         if not room:
             return

@@ -177,8 +177,8 @@ class HostedPlacement(Placement):
 class Streamed(HostedPlacement):
     """Steps parameters where they are, with states of large ones in CPU memory."""
 
-    def __init__(self, groups, names):
-        super().__init__(groups, names)
+    def __init__(self, parts):
+        super().__init__(parts)
         self.buses = []
 
     def _is_streamed(self, p):

@@ -71,10 +71,10 @@ def classes_of(settings, groups):
     return list(found.values())
 
 
-def _device(group):
-    """Returns the device that tensors must be on for a process group to add them."""
-    devices = {d.type for d in group._device_types} if hasattr(group, "_device_types") else {"cpu"}
-    return "cpu" if "cpu" in devices or not devices else sorted(devices)[0]
+def devices_of(group):
+    """Returns the types of devices whose tensors a process group takes."""
+    backends = torch.distributed.get_backend_config(group).split(",")
+    return sorted(backend.partition(":")[0] for backend in backends)
 
 
 def add_up(numbers, groups, op=None):
@@ -82,8 +82,8 @@ def add_up(numbers, groups, op=None):
     product of their ranks. `op` replaces the sum."""
     dist = torch.distributed
     for group in groups:
-        device = _device(group)
-        there = numbers if device == "cpu" else numbers.to(device)
+        types = devices_of(group)
+        there = numbers if "cpu" in types else numbers.to(types[0])
         dist.all_reduce(there, op=op or dist.ReduceOp.SUM, group=group)
         if there is not numbers:
             numbers.copy_(there)

@@ -17,6 +17,8 @@ from .._library import abi
 from .._tensors import devices, matrices, sharding
 from .._tensors.parameters import stored_dtype
 from .._tensors.sharding import local, stored, stored_whole
+from .._tensors.torch_private import box_of
+from .classes import devices_of
 
 #: the most bytes of weights and states that an owner has of one batch, unless one matrix has more
 BATCH_BYTES = 64 << 20
@@ -104,29 +106,11 @@ class Team:
         return finish
 
 
-class _Elsewhere:
-    """A mesh as another of its ranks sees it."""
-
-    def __init__(self, mesh, rank):
-        self._mesh, self._place = mesh, (mesh.mesh == rank).nonzero()[0].tolist()
-
-    def __getattr__(self, name):
-        return getattr(self._mesh, name)
-
-    def get_coordinate(self):
-        return self._place
-
-    def _sym_get_coordinate(self, dim):
-        return self._place[dim]
-
-
 @lru_cache(4096)
 def _boxes(mesh, ranks, shape, placements):
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
     found = []
     for rank in ranks:
-        held, at = compute_local_shape_and_global_offset(shape, _Elsewhere(mesh, rank), placements)
+        held, at = box_of(shape, mesh, placements, rank)
         box = tuple(slice(first, first + n) for first, n in zip(at, held))
         found.append(None if 0 in held else box)
     return tuple(found)
@@ -134,10 +118,10 @@ def _boxes(mesh, ranks, shape, placements):
 
 def _carrier(group, device):
     """Returns the device that a process group can send from, at best this one."""
-    types = {d.type for d in getattr(group, "_device_types", ())} or {"cpu"}
+    types = devices_of(group)
     if device.type in types:
         return device
-    return devices.HOST if "cpu" in types else torch.device(sorted(types)[0])
+    return devices.HOST if "cpu" in types else torch.device(types[0])
 
 
 def _packed(tensor):

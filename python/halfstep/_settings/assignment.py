@@ -6,9 +6,17 @@ from glob import escape
 import torch
 from torch.nn.parameter import UninitializedTensorMixin
 
-from .._library.signatures import ADAMW_NAMES
 from .naming import without_wrappers
 
+#: patterns for matrices that AdamW steps beside Muon: embeddings and heads; biases, norms and
+#: decays, which are matrices in stacks of experts or models. A pattern fits a whole name, or a part
+#: of it between dots
+ADAMW_NAMES = tuple(
+    "*embed* emb emb_* *_emb wte wpe shared.weight *.shared.weight w.weight transformer.w.weight"
+    " *_tokens *lm_head head classifier score fc.weight output.weight output_layer proj_out.weight"
+    " *predictions.decoder.weight pred_layer to_logits qa_outputs"
+    " *bias* *norm.weight *norm?.weight *ln_?.weight *bn?.weight A_log".split()
+)
 #: options of a group that mean something else to each rule
 _EACH_ITS_OWN = ("lr", "eps")
 _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)

@@ -9,7 +9,7 @@ import torch
 from .._library import abi
 from .._tensors import sharding
 from .._tensors.parameters import could_be_packed, is_packed_format
-from .._tensors.torch_private import warn_once
+from .._tensors.torch_public import warn_once
 
 #: keys of a group that hold counts of the optimizer, always there and always current
 TOLD = ("group_steps", "skipped_steps", "last_norm")
@@ -75,8 +75,8 @@ class Groups:
     param_groups, state, defaults   as torch has them, and makes them
     """
 
-    def __init__(self, options):
-        self.options = options
+    def __init__(self, parts):
+        self.options = parts.options
 
     def settings(self):
         """Returns the options of the optimizer that its handles depend on."""

@@ -7,9 +7,8 @@ from itertools import chain
 from .._library import abi
 from .._tensors import sharding
 from .._tensors.parameters import format_of
+from .._tensors.torch_private import WRAPPERS
 
-#: parts that wrappers add to names: torch.compile, FSDP1, activation checkpointing
-_HIDDEN = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 #: the part that DistributedDataParallel and DataParallel add; a model's own module may have this
 #: name
 _MODULE = "module"
@@ -17,7 +16,7 @@ _MODULE = "module"
 
 def without_wrappers(name):
     """Returns a name without the parts that wrappers add, of a whole model or of its modules."""
-    parts = [part for part in name.split(".") if part not in _HIDDEN]
+    parts = [part for part in name.split(".") if part not in WRAPPERS]
     while len(parts) > 1 and parts[0] == _MODULE:
         del parts[0]
     return ".".join(parts)
@@ -176,8 +175,8 @@ class Names:
     ids      ids of parameters that have no states yet, if their saved names were others
     """
 
-    def __init__(self, groups):
-        self.groups = groups
+    def __init__(self, parts):
+        self.groups = parts.groups
         self.given, self.roster, self.ids = {}, [], {}
 
     def saved(self):

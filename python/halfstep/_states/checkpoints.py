@@ -2,7 +2,7 @@
 optimizer whose groups may be others.
 
 Nothing here runs code of a file. torch.load() is called with weights_only. The index of a folder of
-torch.distributed.checkpoint may name the classes in _INDEX only.
+torch.distributed.checkpoint may name the classes in INDEX only.
 """
 
 import io
@@ -17,7 +17,8 @@ import torch
 from .._settings import naming
 from .._settings.groups import TOLD, check_generator
 from .._tensors import sharding
-from .._tensors.torch_private import warn
+from .._tensors.torch_private import INDEX
+from .._tensors.torch_public import warn
 from . import checks, files, foreign, layout
 from .checks import is_state, states_in
 
@@ -34,24 +35,6 @@ _FILES = (
 )
 #: names of folders that hold such a file
 _FOLDERS = r"optim|optimizer_\d+|recipe_state|actor"
-#: modules and classes that the index of torch.distributed.checkpoint names
-_INDEX = {
-    "collections": {"OrderedDict"},
-    "pathlib": {"Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"},
-    "torch": {"Size"},
-    "torch.serialization": {"_get_layout"},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-}
 _KNOWN = (
     "halfstep takes optimizer.pt, optimizer.bin, a .ckpt, recipe_state.pt, optim_world_size_*.pt, a"
     " folder of torch.distributed.checkpoint, a file of save_safetensors(), or a folder with one of"
@@ -121,7 +104,7 @@ class _Index(pickle.Unpickler):
     """Reads the index of a folder of torch.distributed.checkpoint."""
 
     def find_class(self, module, name):
-        if name in _INDEX.get(module, ()):
+        if name in INDEX.get(module, ()):
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
@@ -259,7 +242,7 @@ def _joined(several, rules, advice):
         firsts = [next(iter(rule.roles), None) for rule in rules]
         return next((i for i, first in enumerate(firsts) if first in keys), len(rules))
 
-    found = {"state": {}, "param_groups": [], "pending": [], "weight_hashes": {}}
+    found = {"state": {}, "param_groups": [], "pending": []}
     for place, one in sorted(several.items(), key=lambda item: order(item[1])):
         names = one.get("param_names") or [None] * len(one["param_groups"])
         for group, own in zip(one["param_groups"], names):
@@ -268,8 +251,7 @@ def _joined(several, rules, advice):
                 own = keys
             new = {"param_names": own} if own and None not in own else {}
             found["param_groups"].append({**new, **group, "params": [(place, k) for k in keys]})
-        for key in ("state", "weight_hashes"):
-            found[key].update({(place, k): value for k, value in one.get(key, {}).items()})
+        found["state"].update({(place, k): value for k, value in one["state"].items()})
         found["pending"] += [(place, k) for k in one.get("pending", ())]
     if len(several) > 1:
         found["several"] = f"{len(several)} optimizers, {', '.join(several)}: {advice}"
@@ -316,12 +298,11 @@ def _read(path, parts):
 
 
 class _Entry(NamedTuple):
-    """A parameter of a state dictionary: its name or None, its state or None, the hashes of its
-    weight or None, its key there, and its group."""
+    """A parameter of a state dictionary: its name or None, its state or None, its key there, and
+    its group."""
 
     name: Any
     state: Any
-    hashes: Any
     key: Any
     group: Any
 
@@ -329,7 +310,6 @@ class _Entry(NamedTuple):
 def _entries(found, path):
     """Returns the parameters of a state dictionary in their order."""
     groups, all_names = found["param_groups"], found.get("param_names")
-    hashes = found.get("weight_hashes") or {}
     entries = []
     for g, group in enumerate(groups):
         names = group.get("param_names") or (all_names[g] if all_names else ())
@@ -340,7 +320,7 @@ def _entries(found, path):
             state = found["state"].get(key)
             if isinstance(state, dict):
                 state = {k: _whole(value, path) for k, value in layout.flat(state).items()}
-            entries.append(_Entry(name, state or None, hashes.get(key), key, group))
+            entries.append(_Entry(name, state or None, key, group))
     return entries
 
 
@@ -427,7 +407,7 @@ def read(parts, path):
         raise ValueError(
             f"halfstep: {path} holds states of {found['several']}. Together they do not fit: {text}"
         ) from None
-    out = {"state": {}, "param_groups": [], "weight_hashes": {}, "pending": []}
+    out = {"state": {}, "param_groups": [], "pending": []}
     renamed, number = {}, 0
     for group in groups:
         new, there = {**group, "params": []}, []
@@ -439,8 +419,6 @@ def read(parts, path):
                 renamed[p] = entry.name
                 if entry.state:
                     out["state"][number] = entry.state
-                if entry.hashes is not None:
-                    out["weight_hashes"][number] = entry.hashes
                 if entry.key in found.get("pending", ()):
                     out["pending"].append(number)
             new["params"].append(number)

@@ -195,6 +195,14 @@ def _check_state(groups, rule, name, p, state, hypers, how):
             f"halfstep: state {layout.TRAINED!r} of parameter {name!r} is not a tensor of"
             f" {sharding.stored(p).dtype} of shape {sharding.stored_whole(p)}"
         )
+    hashes = sharding.local(state.get(layout.HASHES))
+    if layout.HASHES in state and (
+        not isinstance(hashes, torch.Tensor) or hashes.dtype != torch.int64 or hashes.dim() != 1
+    ):
+        raise ValueError(
+            f"halfstep: state {layout.HASHES!r} of parameter {name!r} is {described(hashes)}, not"
+            " int64 numbers for its rows; delete it, and the weight is not checked"
+        )
     identity = layout.take_number(state, "id", name)
     if identity == 0:
         raise ValueError(f"halfstep: the id of parameter {name!r} is 0; ids are at least 1")

@@ -8,7 +8,7 @@ how its groups' options are renamed.
 import torch
 
 from .._library import abi
-from .._tensors.torch_private import warn
+from .._tensors.torch_public import warn
 
 #: key of a dictionary in which bitsandbytes hides what torch's loader must not cast
 _BNB_WRAPPED = "__bnb_optimizer_quant_state__"

@@ -11,7 +11,7 @@ from .._settings import naming
 from .._tensors import devices, matrices, sharding
 from .._tensors.parameters import PLAIN, stored_dtype
 from .._tensors.sharding import decoded, local, stored, stored_whole
-from .._tensors.torch_private import increment_versions
+from .._tensors.torch_public import increment_versions
 from . import layout
 from .handles import Handle, read_rows, write_rows
 from .members import declare
@@ -21,9 +21,9 @@ from .planes import STATE, WEIGHT
 class Inspection:
     """Reports what is stored, and reads and writes it."""
 
-    def __init__(self, groups, names, placement, residuals, cache):
-        self.groups, self.names, self.placement = groups, names, placement
-        self.residuals, self.cache = residuals, cache
+    def __init__(self, parts):
+        self.groups, self.names, self.placement = parts.groups, parts.names, parts.placement
+        self.residuals, self.cache = parts.residuals, parts.cache
 
     # ---- Memory and recipes ----------------------------------------------------------------------
 

@@ -16,6 +16,9 @@ parameter's whole state.
     weight_sum ...                      float64: a number that the rule keeps for each parameter
     weight.train, weight.train.extra    after eval() of schedule-free training: the weight that
                                         trains, which train() puts back
+    weight.hashes                       int64: hashes of the rows of the weight that weight.extra
+                                        belongs to, 0 where they are not known (bits.py); only in
+                                        state dictionaries and pickles
     exp_avg_sq.grid ...                 float64: the factor for the codes of a second moment; 1 if
                                         it is missing; the library writes it at every update
 """
@@ -37,6 +40,8 @@ COUNTERS = WHOLE[2:]
 #: schedule-free training are in the model
 TRAINED = "weight.train"
 TRAINED_EXTRA = TRAINED + ".extra"
+#: key of the hashes of the weight that a residual belongs to
+HASHES = "weight.hashes"
 #: ends of keys: codes and scales of a state, residuals and error codes
 PARTS = (".codes", ".scale", ".extra")
 

@@ -14,7 +14,7 @@ from .._library import abi
 from .._settings import naming
 from .._settings.groups import TOLD, check_generator
 from .._tensors import sharding
-from .._tensors.torch_private import warn
+from .._tensors.torch_public import warn
 from . import checks, foreign, layout
 
 #: rules that differ only in their decay, and load each other's states, as torch's do
@@ -87,13 +87,13 @@ class Loading:
     state_dict    the dictionary for torch's loader, which has wrap() among its hooks
     """
 
-    def __init__(self, groups, names, residuals, accumulation, state_dict):
-        self.groups, self.names, self.residuals = groups, names, residuals
-        self.accumulation = accumulation
+    def __init__(self, parts, state_dict):
+        self.groups, self.names = groups, names = parts.groups, parts.names
+        self.residuals, self.steps = parts.residuals, parts.steps
         names.refresh()
         self.before = [dict(group) for group in groups]
         # What the dictionary holds beside states, by the numbers of parameters.
-        self.renamed, self.positions, self.pending, self.hashes, self.places = {}, False, (), {}, {}
+        self.renamed, self.positions, self.pending, self.places = {}, False, (), {}
         checks.check_whole(state_dict)
         # The dictionary may be this optimizer's own, edited. It is copied, so that the handle's
         # numbers do not overwrite it.
@@ -104,7 +104,8 @@ class Loading:
         if "param_names" in state_dict:
             state_dict["param_groups"] = _with_names(state_dict)
         self.state_dict = state_dict
-        self._kept = groups.saved(), names.saved(), dict(accumulation.pending), residuals.watch
+        pending, watch = dict(self.steps.pending), self.residuals.watch
+        self._kept = groups.saved(), names.saved(), pending, watch
 
     def wrap(self, _, given):
         """Runs as the last hook of torch's loader. Wraps the states, and completes the groups with
@@ -114,12 +115,7 @@ class Loading:
             if not any(isinstance(key, str) for key in group["params"]):
                 checks.check_names(group, place)
         checks.check_keys(given)
-        self.pending, self.hashes = given.get("pending", ()), given.get("weight_hashes", {})
-        if not isinstance(self.hashes, dict):
-            raise ValueError(
-                "halfstep: 'weight_hashes' of this state is not a dictionary of one tensor for each"
-                " parameter's number; delete it, and weights are not checked"
-            )
+        self.pending = given.get("pending", ())
         groups, self.renamed, self.positions = naming.align(self.names.all(), given["param_groups"])
         numbers = [key for group in groups for key in group["params"]]
         self.places = {key: i for i, key in enumerate(numbers)}
@@ -175,7 +171,7 @@ class Loading:
     def undo(self, error):
         """Restores everything after an error. If no names matched, raises an error that says this
         as well."""
-        owners = self.groups, self.names, self.accumulation, self.residuals
+        owners = self.groups, self.names, self.steps, self.residuals
         for owner, kept in zip(owners, self._kept):
             owner.restore(kept)
         if self.positions and isinstance(error, ValueError):
@@ -188,15 +184,8 @@ class Loading:
             if not self.groups.state.get(params[number]):
                 # It takes the random bits that belong to its saved name.
                 self.names.expect_name(params[number], name)
-        self.accumulation.restore(
+        self.steps.restore(
             {params[self.places[key]]: True for key in self.pending if key in self.places}
-        )
-        self.residuals.take_hashes(
-            {
-                params[self.places[key]]: known
-                for key, known in self.hashes.items()
-                if key in self.places
-            }
         )
         self.groups.show_estimates()
         if self.positions:

@@ -2,18 +2,19 @@
 each."""
 
 import contextlib
+import weakref
 from typing import NamedTuple
 
 import torch
 
-from .._library import abi
+from .._library import abi, calls
 from .._library.calls import GRID
 from .._tensors import devices, matrices, sharding
-from .._tensors.parameters import stored_dtype
+from .._tensors.parameters import check_parameter
 from .._tensors.sharding import local, stored
 from . import layout
 from .handles import add_group, add_tensor
-from .planes import lay_out
+from .planes import bind_planes, lay_out
 from .watch import version
 
 NOTHING = contextlib.nullcontext()
@@ -95,19 +96,13 @@ class Member:
         self.dense = devices.is_plain(held)
         self.address, self.lies = held.data_ptr(), devices.of(held)
         self.bound = self.places = ()
-        #: brings states to where it is stepped and back (streaming.py, ownership.py), or None
+        #: brings states to where it is stepped and back (streams.py, ownership.py), or None
         self.stage = None
 
     @property
     def shown(self):
         """The keys of the numbers that the library writes into its state."""
         return (*layout.COUNTERS, *self.rule.scalars)
-
-    def note_places(self):
-        """Notes where the library writes the numbers of its state."""
-        numbers = [self.step, *self.numbers.values()]
-        self.places = [(tensor, tensor.data_ptr()) for tensor in numbers]
-        self.memory = [tensor.untyped_storage() for tensor in numbers]
 
     def are_numbers_moved(self):
         """Returns True if a number has got other memory, as by `.data`."""
@@ -151,48 +146,102 @@ class Member:
         """Returns a local tensor of its state as the optimizer keeps it."""
         return tensor if self.part is None else self.part.wrap(plane, tensor)
 
+    # ---- Its weight and state --------------------------------------------------------------------
 
-class Plain:
-    """The values that gathering of the pointers compares with, as lists over all members."""
+    def bind(self, state, in_file):
+        """Gives the handle the addresses of a state, unless its planes are in a file."""
+        planes = ()
+        if not in_file:
+            planes = self.planes
+            where = state if self.stage is None else self.stage.addresses(self)
+            bind_planes(self.handle, self.index, planes, where)
+        self.step = state["step"]
+        grids = (s.name + GRID for s in self.planes if s.grid)
+        self.bound = tuple(
+            (key, weakref.ref(state[key]), local(state[key]).data_ptr())
+            for key in (*(s.key for s in planes), *grids)
+        )
+        self.numbers = {key: state[key] for key in layout.numbers_of(self.rule, self.planes)}
+        self.versions = {
+            "step": version(self.step),
+            **{key: version(tensor) for key, tensor in self.numbers.items()},
+        }
 
-    def __init__(self, engine, states):
-        members = engine.members
-        self.params = engine.params
-        self.dtypes = [stored_dtype(m.gradient) for m in members]
-        self.weight_dtypes = [m.dtype for m in members]
-        self.shapes = [m.p.shape for m in members]
-        self.numels = [m.p.numel() for m in members]
-        self.weights = [m.address for m in members]
-        #: the numbers of members with 8-bit weights, and the formats of these
-        self.packed = [(i, m.format) for i, m in enumerate(members) if m.format]
-        self.states = [states[m.p] for m in members]
-        self.steps = [m.step for m in members]
-        # The address of a number is compared only if its member has no other state, because
-        # whatever moves states moves all of them.
-        numbers = [
-            [m.step, *(tensor() for key, tensor, _ in m.bound if key.endswith(GRID))]
-            for m in members
-        ]
-        planes = [
-            [tensor() for key, tensor, _ in m.bound if not key.endswith(GRID)] for m in members
-        ]
-        self.tensors = [tensor for pair in zip(planes, numbers) for tensor in pair[0] or pair[1]]
-        self.addresses = list(map(torch.Tensor.data_ptr, self.tensors))
-        # The library writes these and counts no version, so a new version means another writer.
-        self.counts = [m.numbers[key] for m in members for key in m.shown]
-        self.step_versions = [m.versions["step"] for m in members]
-        self.count_versions = [m.versions[key] for m in members for key in m.shown]
-        # All states of the optimizer in order, because this is cheaper to compare than to look up
-        # parameters.
-        self.keys, self.values = list(states), list(states.values())
-        # For each key of a state: the states that have it, and the tensors that they had there.
-        planes = {"step": (self.states, self.steps)}
-        for m, state in zip(members, self.states):
-            for key, tensor, _ in m.bound:
-                held = planes.setdefault(key, ([], []))
-                held[0].append(state)
-                held[1].append(tensor())
-        self.planes = [(key, *held) for key, held in planes.items()]
-        #: guards: one for all weights and one for all gradients, made when a step has found nothing
-        #: changed, or None; guarded: how often they were made
-        self.guards, self.guarded = None, 0
+    def _bind_numbers(self):
+        """Has the library write the numbers of the state, and notes where."""
+        calls.bind(self.handle, self.index, self.rule, self.planes, self.step, self.numbers)
+        numbers = [self.step, *self.numbers.values()]
+        self.places = [(tensor, tensor.data_ptr()) for tensor in numbers]
+        self.memory = [tensor.untyped_storage() for tensor in numbers]
+
+    def restore_counters(self, state):
+        """Gives the handle the counters of a state."""
+        steps = layout.step_count(state, self.name)
+        self.written = {key: layout.take_number(state, key, self.name) for key in self.numbers}
+        counts = layout.agreed({key: self.written[key] for key in layout.COUNTERS}, steps)
+        record = abi.Record.new(kind=abi.RECORD_TENSOR, index=self.index, **counts)
+        for scalar in layout.scalars_of(self.rule, self.planes):
+            calls.set_number(record, self.rule, scalar, self.written[scalar])
+        calls.restore(self.handle, record)
+        # The library keeps all tensors of a state current, because somebody may keep the state
+        # dictionary. This includes the grids: codes mean nothing without their grid.
+        self._bind_numbers()
+
+    def save_counters(self, state):
+        """Writes what only the handle knows into a state. Keeps what somebody else has written
+        there since. Returns False if there was such."""
+        # Tensors that were replaced live until the library no longer writes to them.
+        replaced, ours, alone = [], True, True
+        record = calls.read(self.handle, abi.RECORD_TENSOR, self.index)
+        now = {key: getattr(record, key) for key in layout.COUNTERS}
+        step = state.get("step")
+        if step is not self.step or version(step) != self.versions["step"]:
+            steps = layout.whole(step)
+            if abi.is_count(steps) and not layout.same_count(now["state_steps"], steps):
+                alone = ours = False  # somebody set the count, and maybe other numbers
+                now["state_steps"] = now["full_steps"] = steps
+        for scalar in layout.scalars_of(self.rule, self.planes):
+            now[scalar] = calls.number(record, self.rule, scalar)
+        for key, tensor in self.numbers.items():
+            held = state.get(key)
+            if (
+                held is not tensor
+                and ours
+                and layout.is_number(held, key)
+                and held.item() in (self.written[key], now.get(key))
+            ):
+                replaced.append(tensor)
+                self.numbers[key], self.versions[key] = held, version(held)
+            elif held is not tensor or version(held) != self.versions[key]:
+                alone = False
+                continue
+            if key in now:
+                layout.write(held, now[key])
+                self.written[key] = now[key]
+        if self.are_numbers_moved():
+            if ours and step is self.step:
+                step.detach().fill_(now["state_steps"])
+            alone = False
+        elif replaced:
+            self._bind_numbers()
+        return alone
+
+    def recheck_weight(self):
+        """Takes the new address of the weight. Returns False if the weight is on another device or
+        in another format of 8 bits, which needs another handle. Fails if its shape or dtype has
+        changed."""
+        check_parameter(self.p, self.name)
+        p, held = local(self.p), stored(self.p)
+        if not self.offloaded:
+            devices.check(held, self.name)
+        if devices.of(held) != self.lies or (held is not p and p.format != self.format):
+            return False
+        if tuple(p.shape) != self.shape or p.dtype != self.dtype:
+            raise ValueError(
+                f"halfstep: parameter {self.name!r} was {self.dtype} of shape {self.shape} when its"
+                f" states were made and is {p.dtype} of shape {tuple(p.shape)} now;"
+                " convert the model before the optimizer is made"
+            )
+        self.strides, self.dense = held.stride(), devices.is_plain(held)
+        self.address = held.data_ptr()
+        return True

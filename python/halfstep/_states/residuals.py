@@ -2,15 +2,30 @@
 has written the weight that they belong to."""
 
 import contextlib
+import difflib
 
 import torch
 
-from .._tensors import devices
-from .._tensors.sharding import is_packed, local
-from .._tensors.torch_private import warn
+from .._settings import naming
+from .._tensors import devices, sharding
+from .._tensors.sharding import is_packed, local, stored, stored_whole
+from .._tensors.torch_private import is_in_buffer
+from .._tensors.torch_public import increment_versions, warn
 from . import dither
+from .bits import PIECE, UNKNOWN, clear_rows
+from .layout import HASHES
 from .store import StoredState
-from .watch import PIECE, Watch, clear_rows
+from .watch import State, Watch
+
+#: what a warning says beside a State in which bits were not seen to change
+_UNPROVED = {
+    State.LOADED: "was loaded without hashes, and is larger than rounding of the weight leaves it",
+    State.PAIR: "was written with the weight, and is larger than rounding of it leaves it",
+    State.FOUND: "was put beside it by hand, without the hashes that state_dict() keeps of the"
+    " weight that it belongs to",
+    State.BLURRED: "was left before steps that were compiled in several ways, and nothing tells"
+    " whether something else has written the weight since",
+}
 
 
 class Residuals:
@@ -19,10 +34,11 @@ class Residuals:
     watch    the weights as this package left them
     """
 
-    def __init__(self, groups, names):
-        self.groups, self.names = groups, names
+    def __init__(self, parts):
+        self.groups, self.names = parts.groups, parts.names
         self.watch = Watch()
-        self._warned = False
+        # The kinds of warnings that were given.
+        self._warned = set()
         # In a compiled step, by weight: True if the operator got a copy of it (see watch.py). The
         # witness is under None.
         self._copies = None
@@ -49,11 +65,14 @@ class Residuals:
         """Drops the residuals of weights, or of `only`, in the rows that somebody else has written
         since this optimizer did. `decides`: also judges a loaded state, whose weights must be there
         by now."""
-        if not self.watch:
+        if only is not None and self.of(only) is None:
             return
         if token is None and not (only is not None and self.watch.is_left(only, self.of(only))):
-            self.watch.adopt({p: self.of(p) for p in self.groups.state})
-        for p, rows in self.watch.strangers(self.of, only, self._copies, token, decides):
+            self.take_hashes()
+            self.watch.adopt({p: self.of(p) for p in self.groups.state}, self.groups.params)
+        if not self.watch:
+            return
+        for p, rows, state in self.watch.strangers(self.of, only, self._copies, token, decides):
             if self.of(p) is None:
                 continue
             fresh, extra = None, self.groups.state[p]["weight.extra"]
@@ -63,27 +82,53 @@ class Residuals:
             clear_rows(extra, rows, fresh)
             self.groups.state[p]["weight.extra"] = extra
             self.watch.wrote([p], self.of)
-            if not self._warned:
-                self._warned = True
-                where = "it"
-                if rows is not None:
-                    where = (
-                        f"{int(rows.sum())} of its {rows.numel()} rows (of a vector: pieces of"
-                        f" {PIECE})"
-                    )
-                other = "weights='bf16-sr'"
-                if is_packed(p):
-                    other = "halfstep.nn.quantize_(model, 'int8-sr')"
-                warn(
-                    f"the weight of parameter {self.names.find(p)!r} was written, but not"
-                    f" by this optimizer. The residuals kept beside {where} were dropped, because"
-                    " they belonged to the old weight. This is right after load_state_dict(). But"
-                    " what writes it at each step drops them each time, and small updates with"
-                    f" them. If that is another optimizer, take {other}, which keeps no"
-                    " residuals. If it is a mask or a normalization, call"
-                    " optimizer.write_weight(p, optimizer.read_weight(p) * mask) instead of it."
-                    " This warning is given once"
+            if state is not State.TOLD:
+                self._warn(p, rows, state)
+
+    def _warn(self, p, rows, state):
+        why = _UNPROVED.get(state) if rows is None else None
+        if why in self._warned:
+            return
+        self._warned.add(why)
+        name, once = self.names.find(p), "This warning is given once"
+        if why is not None:
+            warn(f"the residual beside the weight of {name!r} {why}. It was dropped. {once}")
+            return
+        where = "it"
+        if rows is not None:
+            where = f"{int(rows.sum())} of its {rows.numel()} rows (of a vector: pieces of {PIECE})"
+        other = "weights='bf16-sr'"
+        if is_packed(p):
+            other = "halfstep.nn.quantize_(model, 'int8-sr')"
+        warn(
+            f"the weight of parameter {name!r} was written, but not by this optimizer. The"
+            f" residuals kept beside {where} were dropped, because they belonged to the old weight."
+            " This is right after load_state_dict(). But what writes it at each step drops them"
+            " each time, and small updates with them. If that is another optimizer, take"
+            f" {other}, which keeps no residuals. If it is a mask or a normalization, call"
+            " optimizer.write_weight(p, optimizer.read_weight(p) * mask) instead of it."
+            f" {once}"
+        )
+
+    def tell(self, names):
+        """Takes it from the caller that the weights of these names, or all for None, were written.
+        Counts the write, which torch has not done."""
+        known = {self.names.of(g, i): p for g, i, p in self.groups.members()}
+        wanted = [names] if isinstance(names, str) else known if names is None else list(names)
+        for name in wanted:
+            if name not in known:
+                near = difflib.get_close_matches(str(name), known, 6, 0.4) or list(known)
+                raise ValueError(
+                    f"halfstep: this optimizer has no parameter {name!r}; it has"
+                    f" {naming.some(near)}: give the names that it was made with, or none for all"
                 )
+        params = [known[name] for name in wanted]
+        increment_versions([p for p in params if not p.is_inference()])
+        self.take_hashes()
+        for p in params:
+            if self.of(p) is not None:
+                self.watch.tell(p, self.of(p))
+        self.notice(decides=False)
 
     # ---- Writes of this optimizer ----------------------------------------------------------------
 
@@ -108,10 +153,11 @@ class Residuals:
         return engine.plain if engine.weights_are_plain else None
 
     def built(self, engine):
-        """Notes that handles were made anew."""
+        """Notes that handles were made anew, and with them maybe residuals."""
         self.watch.keep(engine.guarded)
         self.wrote([p for p in engine.converted if p in self.watch.index])
-        self.watch.judged_all({p: self.of(p) for p in engine.guarded})
+        for p in engine.guarded:
+            (self.watch.replaced if p in self.watch.index else self.watch.bring)(p, self.of(p))
 
     @contextlib.contextmanager
     def compiled_step(self, cache, given, witness):
@@ -128,23 +174,47 @@ class Residuals:
         self.watch.witness_copied = copies[None]
         engine = cache.engine
         if engine is not None and engine.guarded:
-            self.watch.wrote([p for p in given if p in engine.guarded], self.of, copies)
+            written = {p: weight for p, (weight, _) in given.items() if p in engine.guarded}
+            self.watch.wrote(list(written), self.of, copies, written)
 
     # ---- Saving ----------------------------------------------------------------------------------
 
-    def hashes(self):
-        """Returns by parameter the hashes of the weight that its residual belongs to. Leaves out
-        weights whose hashes are not known."""
-        found = {
-            p: self.watch.hashes_of(p)
-            for p in self.groups.state
-            if isinstance(p, torch.Tensor) and self.of(p) is not None
-        }
-        return {p: hashes for p, hashes in found.items() if hashes is not None}
+    def with_hashes(self, states, whole=True):
+        """Returns the states with the hashes of the weights that their residuals belong to.
+        `whole`: as other ranks and torch's checkpoints can take them, UNKNOWN where nobody knows
+        them. Else as they are here."""
+        found = dict(states)
+        for p, state in states.items():
+            if isinstance(p, torch.Tensor) and "weight.extra" in state:
+                hashes = self.watch.hashes_of(p)
+                hashes = _whole(p, hashes) if whole else hashes
+                if hashes is not None:
+                    self.watch.give(local(hashes))
+                    found[p] = {**state, HASHES: hashes}
+        return found
 
-    def take_hashes(self, hashes):
-        """Takes the hashes() of a loaded optimizer."""
-        for p, known in hashes.items():
-            extra = self.of(p)
-            if extra is not None and isinstance(known, torch.Tensor) and known.dtype == torch.int64:
-                self.watch.bring(p, extra, known.clone())
+    def take_hashes(self, loaded=False):
+        """Takes the hashes out of states that have some. `loaded`: all states were loaded."""
+        for p, state in self.groups.state.items():
+            if (loaded or HASHES in state) and not isinstance(state, StoredState):
+                hashes, extra = state.pop(HASHES, None), self.of(p)
+                if extra is not None:
+                    self.watch.bring(p, extra, None if hashes is None else local(hashes).clone())
+
+
+def _whole(p, hashes):
+    """Returns hashes of the rows here as a state keeps them. Parts of rows and of vectors tell
+    nothing of the whole, so theirs are UNKNOWN. FSDP1 cuts all states as it does its buffers, so
+    they have none."""
+    if is_in_buffer(p):
+        return None
+    shape = stored_whole(p)
+    count = (shape[0] if len(shape) > 1 else -(-p.numel() // PIECE),)
+    cuts = [x for x in getattr(p, "placements", ()) if hasattr(x, "dim")]
+    by_rows = len(shape) > 1 and all(
+        x.dim == 0 and getattr(x, "split_factor", 1) == 1 for x in cuts
+    )
+    if hashes is None or cuts and not by_rows:
+        here = stored(p).shape[:1] if by_rows else count
+        hashes = torch.full(here, UNKNOWN, dtype=torch.int64, device=devices.of(stored(p)))
+    return sharding.like(p, hashes, count) if by_rows or not cuts else hashes

@@ -4,6 +4,7 @@ import torch
 
 from .._settings.groups import TOLD, check_generator
 from .._settings.options import keep_plain
+from .._tensors.torch_private import is_transient
 from . import checks, layout
 from .loading import Loading, unwrap
 
@@ -15,21 +16,18 @@ _TRANSIENT = (
     "_number",
     "grad_scale",
     "found_inf",
-    "_zero_grad_profile_name",
     "step",
-    "_opt_called",
 )
 
 
 class Saving:
     """Packs and unpacks an optimizer."""
 
-    def __init__(self, groups, names, residuals, cache, accumulation, release, inspection):
-        self.groups, self.names, self.residuals, self.cache = groups, names, residuals, cache
-        self.accumulation, self.release = accumulation, release
-        self.inspection = inspection
+    def __init__(self, parts):
+        self.groups, self.names, self.residuals = parts.groups, parts.names, parts.residuals
+        self.cache, self.steps, self.inspection = parts.cache, parts.steps, parts.inspection
         # The hashes of the last pickle. A process that is spawned opens their memory later.
-        self._given = {}
+        self._given = []
 
     # ---- State dictionaries ----------------------------------------------------------------------
 
@@ -49,30 +47,26 @@ class Saving:
         if self.cache.store is not None:
             kept = {p: dict(state.items()) for p, state in kept.items()}
         plain = {p: dict(state) for p, state in kept.items() if type(state) is layout.Coded}
-        kept = {**kept, **plain}
+        kept = self.residuals.with_hashes({**kept, **plain})
         strangers = {
             key for key in kept if isinstance(key, torch.Tensor) and id(key) not in members
         }
         return {k: v for k, v in kept.items() if k not in strangers} if strangers else kept
 
     def complete(self, found):
-        """Adds to torch's state dictionary what it lacks: names, pending micro-batches, hashes of
-        weights."""
+        """Adds to torch's state dictionary what it lacks: names, pending micro-batches."""
         names = self.names.all()
         if any(map(any, names)):
             found["param_names"] = names
-        places = {p: i for i, p in enumerate(self.groups.params())}
-        pending = self.accumulation.pending
+        pending = self.steps.pending
         if pending:
+            places = {p: i for i, p in enumerate(self.groups.params())}
             found["pending"] = [places[p] for p in pending if p in places]
-        hashes = {places[p]: known for p, known in self.residuals.hashes().items() if p in places}
-        if hashes:
-            found["weight_hashes"] = hashes
         return found
 
     def loading(self, state_dict):
         """Begins to load a state dictionary."""
-        loading = Loading(self.groups, self.names, self.residuals, self.accumulation, state_dict)
+        loading = Loading(self, state_dict)
         self.cache.sync()
         return loading
 
@@ -100,38 +94,36 @@ class Saving:
         kept = {
             key: value
             for key, value in attributes.items()
-            if key not in _TRANSIENT
-            and not (key.startswith("_optimizer_") and key.endswith("_hooks"))
+            if key not in _TRANSIENT and not is_transient(key)
         }
-        self._given = self.residuals.hashes()
+        states = self.residuals.with_hashes(self.groups.state, whole=False)
+        self._given = [state.get(layout.HASHES) for state in states.values()]
         return {
             **kept,
             **self.groups.saved(),
             **self.names.saved(),
-            "_pending": dict(self.accumulation.pending),
-            "_weight_hashes": self._given,
+            "state": states,
+            "_pending": dict(self.steps.pending),
         }
 
     def restart(self, witness):
         """Forgets everything that belongs to the former states."""
         self.cache.forget()
-        self.release.restart()
+        self.steps.restart()
         self.residuals.restart(witness)
 
     def unpack(self, state):
         """Takes names and pending micro-batches from the attributes of a pickled optimizer, or from
-        what torch's loader has made of a state dictionary. Returns the other attributes, and the
-        hashes of weights."""
+        what torch's loader has made of a state dictionary. Returns the other attributes."""
         state = dict(state)
-        hashes = state.pop("_weight_hashes", {})
         self.names.restore(state)
-        self.accumulation.restore(state.pop("_pending", self.accumulation.pending))
+        self.steps.restore(state.pop("_pending", self.steps.pending))
         if "state" in state:
             state["state"] = unwrap(state["state"])
         self.groups.restore(state)
-        return state, hashes
+        return state
 
-    def unpacked(self, loaded, hashes):
+    def unpacked(self, loaded):
         """Completes an optimizer that has taken what unpack() returned. `loaded`: it comes from a
         state dictionary, which has to be checked."""
         told = dict(zip(TOLD, (0, 0, 0.0)))
@@ -145,4 +137,4 @@ class Saving:
         if loaded:
             checks.check(self.groups, self.names)
         self.groups.show_estimates()
-        self.residuals.take_hashes(hashes)
+        self.residuals.take_hashes(loaded=True)

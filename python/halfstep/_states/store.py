@@ -23,7 +23,7 @@ from .._library.abi import check, invoke, lib
 from .._settings.groups import TOLD
 from .._tensors import devices, sharding
 from .._tensors.sharding import stored
-from .._tensors.torch_private import increment_versions, warn_once
+from .._tensors.torch_public import increment_versions, warn_once
 from . import convert, layout
 from .files import count, parsed
 from .planes import Plane
@@ -196,10 +196,9 @@ class Store:
     file = part = places = None
     closed = held = False
 
-    def __init__(self, groups, names, placement, residuals, cache, accumulation, release):
-        self.groups, self.names, self.placement = groups, names, placement
-        self.residuals, self.cache = residuals, cache
-        self.accumulation, self.release = accumulation, release
+    def __init__(self, parts):
+        self.groups, self.names, self.placement = parts.groups, parts.names, parts.placement
+        self.residuals, self.cache, self.steps = parts.residuals, parts.cache, parts.steps
         self.indices, self.versions, self.exists, self.told = {}, {}, False, None
 
     @property
@@ -377,7 +376,7 @@ class Store:
         if exists:
             kept = self._kept(contents(self.path)[2])
             params = self.groups.params()
-            self.accumulation.restore({params[i]: True for i in kept.get("pending", ())})
+            self.steps.restore({params[i]: True for i in kept.get("pending", ())})
             self._tell_groups(engine, part)
             with torch.no_grad():
                 for m, weight in zip(engine.members, weights):
@@ -508,7 +507,7 @@ class Store:
         if self.file is None or self.held:
             return
         engine, keep = self.cache.build(decides=False), []
-        self.prepare(engine, self.accumulation.pending, keep, all=True)
+        self.prepare(engine, self.steps.pending, keep, all=True)
         weights = self.round_weights(engine, keep)
         self.check(lib.halfstep_flush(self.part, weights), self.part)
 
@@ -554,7 +553,7 @@ class Store:
         for p in self.indices:
             self.groups.state.pop(p, None)
         self.cache.forget()
-        self.release.restart()
+        self.steps.restart()
         self.close()
         self.closed = False
         if load is not None:

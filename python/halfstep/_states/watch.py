@@ -1,25 +1,24 @@
 """Watches who wrote a weight last, to tell whether a residual or error code still belongs to it.
 
 A residual means something only beside the very bits that it was left over from. After every write
-of this package the version counter of the weight is noted. If it has moved since, somebody else
-wrote, as load_state_dict(), copy_() and masks do. In-place writes to `p.data` move no counter and
-cannot be seen; another tensor put there can.
+of this package the version counter, address and residual of the weight are noted. State says what a
+later look may find, and what becomes of the residual then. Weights of 16 and of 8 bits are judged
+alike.
 
-A write may put the same bits back: averages that are swapped in and out, rows that are restored.
-Hashes show that, one for each row of a matrix. They take a pass over the weights, so they are made
-only after the first write of somebody else, and for what is saved. The residuals that this first
-write costs are less than a unit in the last place of each weight, once.
+In-place writes to `p.data` and through raw pointers move no counter and cannot be seen. Those who
+write so say so: Optimizer.weights_changed().
 """
 
+import enum
 import weakref
-from functools import lru_cache
 
 import torch
 
 from .._tensors import devices, sharding
 from .._tensors.sharding import is_dtensor, is_packed, local, stored
+from .._tensors.torch_private import version as _get
+from .bits import UNKNOWN, changed_rows, digest, fits, row_hashes, same_bits
 
-_get = torch.Tensor._version.__get__
 #: classes whose tensors count all writes themselves
 _WHOLE = {torch.Tensor, torch.nn.Parameter}
 
@@ -57,114 +56,61 @@ def _block(tensor):
     return stored(tensor).untyped_storage().data_ptr()
 
 
-def _digest(extra):
-    """Returns something that two residuals have in common if they hold the same bits."""
-    here = local(extra)
-    flat = devices.contiguous(here).view(-1).view(torch.uint8)
-    return here.shape, here.dtype, int(flat.sum(dtype=torch.int64))
+# ---- The states of a weight ----------------------------------------------------------------------
 
 
-#: elements of a vector that share a hash
-PIECE = 256
-#: elements that are hashed at a time. A CPU takes as many as its cache holds. A GPU takes more,
-#: because it waits for each call.
-_AT_ONCE = {"cpu": 1 << 18, None: 1 << 24}
-#: stands for a hash that is not known
-UNKNOWN = 0
+class State(enum.Enum):
+    """What is known of a weight beside its residual. Our next write makes every weight LEFT, and so
+    does a judgement, which keeps the residual or drops it."""
 
-
-@lru_cache(64)
-def _odd_numbers(n, device):
-    """Returns n odd 32-bit numbers, one for each column. They are always the same."""
-    x = torch.arange(n, dtype=torch.int64, device=device) * 0x9E3779B1
-    x = (x ^ x >> 15) * 0x2C1B3C6D & 0xFFFFFFFF
-    return ((x ^ x >> 12) | 1).to(torch.int32)
-
-
-@torch.no_grad()
-def row_hashes(tensor):
-    """Returns the hashes of a weight of 16 or 8 bits, as int64 on its device. A matrix has one for
-    each row, a vector one for each 256 elements. Returns None for other weights.
-
-    A hash is the sum over the row of bits times a number of the column, modulo 2^32, and never
-    UNKNOWN. One changed element always changes it.
-    """
-    t = devices.contiguous(stored(tensor).detach())
-    if is_packed(tensor):
-        t = t.view(torch.int16)
-    if t.element_size() != 2:
-        return None
-    bits = (
-        t.reshape(t.shape[0], t.shape[1:].numel())
-        if t.dim() > 1
-        else torch.nn.functional.pad(t.reshape(-1), (0, -t.numel() % PIECE)).view(-1, PIECE)
+    LEFT = "nobody has written the weight since this package did"
+    MOVED = "it lies elsewhere, and its former memory has the same bits, which nobody has written"
+    RECYCLED = (
+        "it lies elsewhere, torch has counted no write to it, and its former memory lies on another"
+        " device or has other weights by now, as trainers leave it that swap blocks"
     )
-    bits, columns = bits.view(torch.int16), max(bits.shape[1], 1)
-    factors = _odd_numbers(columns, t.device)
-    found = torch.empty(len(bits), dtype=torch.int64, device=t.device)
-    rows = min(max(_AT_ONCE.get(t.device.type, _AT_ONCE[None]) // columns, 1), len(bits))
-    products = torch.empty(rows, columns, dtype=torch.int32, device=t.device)
-    for some, out in zip(bits.split(max(rows, 1)), found.split(max(rows, 1))):
-        torch.mul(some, factors, out=products[: len(some)])
-        torch.sum(products[: len(some)], 1, dtype=torch.int64, out=out)
-    return found.bitwise_and_(0xFFFFFFFF).bitwise_or_(1 << 32)
+    LOADED = "a loaded state or a new engine has brought the residual; the weight may still come"
+    PAIR = "weight and residual were both written, as checkpoints do that load in place"
+    FOUND = "the residual was put beside the weight by hand"
+    BLURRED = "a compiled step has moved the counter, and its witness cannot tell by how much"
+    TOLD = "somebody has said that the weight was written"
+    WRITTEN = "the counter has moved, or other bits lie elsewhere"
 
 
-def _changed(tensor, hashes):
-    """Returns which rows have other bits than their hashes say. Returns None if the hashes are
-    unknown or of another shape."""
-    if hashes is None or not hashes.numel() or bool((hashes == UNKNOWN).any()):
-        return None
-    now = row_hashes(tensor)
-    return now != hashes.to(now.device) if now is not None and now.shape == hashes.shape else None
+def _drops(state, rows, weight, extra):
+    """Judges a residual. Returns True if some of it is to be dropped.
 
-
-def clear_rows(extra, rows, fresh=None):
-    """Drops the residuals of these rows, as row_hashes() counts rows, or of all rows for None.
-    `fresh` are the error codes that 8-bit weights begin with."""
-    here = local(extra)
-    if fresh is not None:
-        here.copy_(
-            fresh if rows is None else torch.where(rows.to(here.device)[:, None], fresh, here)
-        )
-    elif rows is None:
-        here.zero_()
-    elif here.dim() > 1:
-        here[rows.to(here.device)] = 0
-    else:
-        here[rows.to(here.device).repeat_interleave(PIECE)[: here.numel()].view(here.shape)] = 0
-
-
-def _same_bits(a, b):
-    """Returns True if two tensors hold the same bits, index by index. `a` may have lost its
-    memory."""
-    a, b = stored(a), stored(b)
-    if a.shape != b.shape or a.dtype != b.dtype or not a.untyped_storage().nbytes():
+    rows    which rows of the weight have other bits than those that the residual was left over
+            from, by their hashes; None if nobody knows
+    """
+    if state in (State.LEFT, State.MOVED):
         return False
-    if devices.of(a) != devices.of(b):
-        a, b = devices.to_cpu(a), devices.to_cpu(b)
-    return torch.equal(*(devices.contiguous(t).view(-1).view(torch.uint8) for t in (a, b)))
+    if rows is not None:
+        return bool(rows.any())
+    if state in (State.LOADED, State.PAIR):
+        return extra is not None and not fits(weight, extra)
+    return state is not State.RECYCLED
 
 
 class _Note:
     """What is noted of one weight beside its version and place."""
 
     def __init__(self):
-        self.held = self.hashes = self.block = None
-        self.brought = False
+        self.held = self.hashes = self.block = self.extra = self.extra_version = None
+        self.state = State.LOADED
+
+    @property
+    def in_file(self):
+        """True if a token stands for the residual."""
+        return self.extra is not None and not self.extra.numel()
 
 
 class Watch:
-    """Weights as this package left them. An unknown weight may have any value. Our next write makes
-    it known.
+    """Weights as this package left them.
 
-    The counter is not enough in two cases. A weight that lies elsewhere than before may be
-    unchanged. It is, if its former memory, which is held until then, was not written either and has
-    the same bits. It counts as unchanged too if its former memory is used for other weights by now.
-
-    The other case is the operator of a compiled step. The compiler makes increments of its own
-    around it, more or fewer depending on how it compiled. They are read off a witness: a tensor
-    that goes to the operator like a weight and that nobody else writes.
+    Around the operator of a compiled step the compiler makes increments of its own, more or fewer
+    depending on how it compiled. They are read off a witness: a tensor that goes to the operator
+    like a weight and that nobody else writes.
     """
 
     def __init__(self, witness=None):
@@ -172,15 +118,13 @@ class Watch:
         self.tensors, self.versions, self.places, self.notes, self.index = [], [], [], [], {}
         #: the places of the weights in each memory block, as keys, by its address
         self.blocks = {}
-        #: residuals that adopt() has judged, by weight: a weak reference and the version
-        self.judged = {}
         #: the token of a caller that knows the places as they are noted, which spares a second look
         self.token = None
         #: compiled: compiled steps so far; witness_copied: True if the last one got a copy of the
         #: witness
         self.witness, self.compiled, self.witness_copied = witness, 0, False
         #: hashing: True if hashes are made after each write of ours
-        #: some_known: True if a note may have hashes, or be of a pair that was brought
+        #: some_known: True if a note may have hashes, or is not LEFT
         self.hashing, self.some_known = False, False
         #: references to hashes in state dictionaries, which our next write outdates
         self.given_out = []
@@ -191,13 +135,13 @@ class Watch:
     # ---- Looking ---------------------------------------------------------------------------------
 
     def strangers(self, extra_of, only=None, given=None, token=None, decides=True):
-        """Returns each weight that somebody else has written, with the rows that changed, or None
-        for all rows. extra_of(weight) returns the residual beside a weight, or None. A weight that
-        was merely moved, or came with another residual, is noted as it is now.
+        """Returns (weight, rows, state) of each weight whose residual has to go, in the rows that
+        changed, or in all rows for None. extra_of(weight) returns the residual beside a weight, or
+        None. The other weights are noted as they are now.
 
         only: looks at this weight alone. given: inside a compiled step, for each weight True if the
-        operator got a copy of it; the same for the witness under None. decides: also judges pairs
-        that were brought. Until then their weights may still come.
+        operator got a copy of it; the same for the witness under None. decides: also judges
+        residuals that were brought. Until then their weights may still come.
         """
         if only is not None:
             looked = self._sharing(self.index[only]) if only in self.index else ()
@@ -207,42 +151,27 @@ class Watch:
             looked = range(len(self.tensors))
         found = []
         for i in looked:
-            p = self.tensors[i]
+            p, note = self.tensors[i], self.notes[i]
             if given is not None and p not in given:
+                self._sit_out(i)
                 continue
-            note, extra = self.notes[i], extra_of(p)
-            if note.brought and not decides:
+            if not decides and note.state in (State.LOADED, State.FOUND):
                 continue
-            written = None if note.brought else self._judge(i, extra, given)
-            if written is False:
+            extra = extra_of(p)
+            state = self._look(i, extra, given)
+            if state is State.LEFT:
                 continue
-            # The hashes are of the weight that this residual was left over from. Without them the
-            # verdict stands.
-            rows = (
-                _changed(p, note.hashes)
-                if note.brought or written or self._is_copy(note, extra)
-                else None
-            )
-            if written if rows is None else bool(rows.any()):
-                found.append((p, rows))
+            # Hashes are of the weight that left this residual, or a copy of it.
+            known = state is not State.PAIR or self._is_copy(note, extra)
+            rows = changed_rows(p, note.hashes) if known else None
+            if _drops(state, rows, p, extra):
+                found.append((p, rows, state))
                 self.hashing = True
-            else:
-                if rows is None:
-                    note.hashes = None
-                note.brought = False
-                self._note(i, extra)
+                continue
+            if rows is None and state is not State.MOVED:
+                note.hashes = None
+            self._note(i, extra)
         return found
-
-    @staticmethod
-    def _is_copy(note, extra):
-        """Returns True if a residual that somebody brought holds what we left."""
-        return (
-            extra is not None
-            and note.extra is not None
-            and extra is not note.extra
-            and version(note.extra) == note.extra_version
-            and _same_bits(extra, note.extra)
-        )
 
     def _unchanged(self, token):
         if self.witness is not None and self.tensors:
@@ -253,40 +182,48 @@ class Watch:
             return False
         return versions(self.tensors) == self.versions
 
-    def _judge(self, i, extra, given):
-        """Judges one weight. Returns True if somebody else wrote it, and False if nobody did.
-        Returns None if it was moved or nothing can be proved, so that it counts as it is."""
+    def _look(self, i, extra, given):
+        """Returns the State of a weight as it is now."""
         p, note, known = self.tensors[i], self.notes[i], self.versions[i]
-        by_compiler = (
-            version(self.witness) - note.witness
-            if self.witness is not None and known is not None
-            else 0
-        )
-        if by_compiler:
-            # Only weights that went through the same calls in the same way saw the same increments.
-            if (
-                note.compiled != self.compiled
-                or note.copied not in (None, self.witness_copied)
-                or given is not None
-                and given[p] != given[None]
-            ):
-                return None
-            known += by_compiler
+        if note.state is not State.LEFT:
+            return note.state
         moved = _place(p) != self.places[i]
         if version(p) == known and not moved:
-            return False
-        if moved and version(note.held) == known and _same_bits(note.held, p):
-            return None
+            return State.LEFT
+        if self.witness is not None and known is not None and note.witness is not None:
+            by_compiler = version(self.witness) - note.witness
+            if by_compiler and not (
+                self._went_alike(note) and (given is None or given[p] == given[None])
+            ):
+                return State.BLURRED
+            known += by_compiler
+        if version(p) == known and not moved:
+            return State.LEFT
+        if moved and version(note.held) == known and same_bits(note.held, p):
+            return State.MOVED
         if moved and version(p) == known and self._is_recycled(note.held, p):
-            return None
+            return State.RECYCLED
         if extra is not note.extra or extra is not None and version(extra) != note.extra_version:
-            return None  # a pair that somebody brought
-        return True
+            return State.PAIR
+        return State.WRITTEN
+
+    def _went_alike(self, note):
+        """Returns True if a weight went through the last compiled step as the witness did, so that
+        both saw the same increments."""
+        return note.compiled == self.compiled and note.copied in (None, self.witness_copied)
+
+    def _sit_out(self, i):
+        """Notes that a weight takes no part in a compiled step: the increments after the last one
+        are over, and the witness says no more of it."""
+        note = self.notes[i]
+        if note.state is State.LEFT and note.witness is not None and self._went_alike(note):
+            if self.versions[i] is not None:
+                self.versions[i] += version(self.witness) - note.witness
+            note.witness = None
 
     def _is_recycled(self, held, p):
-        """Returns True if the former memory of a weight is used for other weights now, or lies on
-        another device. Trainers that swap blocks or offload layers leave it so. It then proves
-        nothing, and torch has counted no write to the weight."""
+        """Returns True if the former memory of a weight lies on another device or has other
+        weights."""
         held = stored(held)
         if devices.of(held) != devices.of(stored(p)):
             return True
@@ -294,103 +231,87 @@ class Watch:
         others = (q for q in self.tensors if q is not p)
         return any(stored(q).untyped_storage().data_ptr() == memory for q in others)
 
+    @staticmethod
+    def _is_copy(note, extra):
+        """Returns True if a residual holds what we left, in another tensor."""
+        return (
+            extra is not None
+            and note.extra is not None
+            and extra is not note.extra
+            and version(note.extra) == note.extra_version
+            and same_bits(extra, note.extra)
+        )
+
     def _sharing(self, i):
         """Returns the places of the weights in the same memory block as this one, because they may
         share a version counter."""
         found = self.blocks.get(_block(self.tensors[i]), ())
         return list(found) if i in found else [i]  # it has moved meanwhile
 
-    # ---- Noting ----------------------------------------------------------------------------------
-
-    def _note(self, i, extra, copied=None):
-        p, note = self.tensors[i], self.notes[i]
-        self.versions[i] = version(p)
-        place = _place(p)
-        if self.places[i] != place:
-            self.places[i], note.held = place, p.detach()
-            self._note_block(i)
-        note.extra, note.extra_version = extra, None if extra is None else version(extra)
-        note.compiled, note.copied = self.compiled, copied
-        note.witness = None if self.witness is None else version(self.witness)
-
-    def _note_block(self, i):
-        """Notes which memory block a weight lies in."""
-        note, block = self.notes[i], _block(self.tensors[i])
-        self.token = None
-        if block != note.block:
-            self.blocks.get(note.block, {}).pop(i, None)
-            self.blocks.setdefault(block, {})[i] = True
-            note.block = block
-
-    def _hash(self, places):
-        """Makes hashes after our own writes, or forgets them. Those in state dictionaries become
-        UNKNOWN, because they are outdated."""
-        if not self.hashing and not self.some_known:
-            return
-        for reference in self.given_out:
-            hashes = reference()
-            if hashes is not None:
-                hashes.fill_(UNKNOWN)
-        self.given_out = []
-        for i in places:
-            self.notes[i].hashes = row_hashes(self.tensors[i]) if self.hashing else None
-            self.notes[i].brought = False
-        if len(places) == len(self.notes):
-            self.some_known = self.hashing
-
-    def bring(self, p, extra, hashes):
-        """Takes a residual that was loaded with the hashes of its weight. The weight may come
-        later."""
-        if p not in self.index:
-            self._add(p)
-        i = self.index[p]
-        self.some_known = True
-        self.versions[i] = self.places[i] = None
-        self.notes[i].hashes, self.notes[i].brought = hashes, True
-        self.notes[i].extra, self.notes[i].extra_version = extra, version(extra)
+    # ---- What others bring or tell ---------------------------------------------------------------
 
     def is_left(self, p, extra):
-        """Returns True if this residual was left beside this weight, loaded for it, or judged
-        before."""
+        """Returns True if this residual is the one that is noted beside the weight."""
+        return p in self.index and self.notes[self.index[p]].extra is extra
+
+    def bring(self, p, extra, hashes=None, state=State.LOADED):
+        """Takes a residual that has come beside a weight in this State. `hashes` are those of the
+        weight that it belongs to, if somebody knows them."""
+        i = self._place_of(p)
+        note = self.notes[i]
+        self.versions[i] = self.places[i] = None
+        note.hashes, note.state, self.some_known = hashes, state, True
+        note.extra, note.extra_version = extra, version(extra)
+
+    def tell(self, p, extra):
+        """Takes it from the caller that a weight was written."""
         note = self.notes[self.index[p]] if p in self.index else None
-        if note is not None and (note.extra is extra or note.brought):
-            return True
-        reference, seen = self.judged.get(p, (None, None))
-        return reference is not None and reference() is extra and seen == version(extra)
+        self.bring(p, extra, note and note.hashes, State.TOLD)
 
-    def judged_all(self, extras):
-        """Notes that adopt() has judged these residuals. `extras` holds all by weight."""
-        self.judged = {p: (weakref.ref(extra), version(extra)) for p, extra in extras.items()}
+    def replaced(self, p, extra):
+        """Notes that this package has put another tensor with the same residual in its place."""
+        note = self.notes[self.index[p]]
+        note.extra, note.extra_version = extra, version(extra)
 
-    def adopt(self, extras):
+    def adopt(self, extras, params=None, state=State.FOUND):
         """Takes residuals that somebody has put beside other weights than those that left them, as
-        trainers do who make a parameter anew. The bits of those weights judge them. An unknown
-        weight may have a copy of a residual. `extras` holds all residuals by weight."""
+        trainers do who make a parameter anew. The bits of those weights judge them. `extras` holds
+        all residuals by weight. `params` returns the weights that count, of which all do if it is
+        None. `state` is that of residuals that nobody knows."""
         others = {
             p: extra
             for p, extra in extras.items()
-            if isinstance(extra, torch.Tensor) and not self.is_left(p, extra)
+            if isinstance(extra, torch.Tensor) and extra.numel() and not self.is_left(p, extra)
         }
+        if others and params is not None:
+            members = set(map(id, params()))
+            others = {p: extra for p, extra in others.items() if id(p) in members}
         if not others:
             return
         left = {id(note.extra): i for i, note in enumerate(self.notes)}
         copies, found = None, []
         for p, extra in others.items():
-            i = left.get(id(extra))
-            if i is None and p not in self.index and bool(local(extra).any()):
+            i, own = left.get(id(extra)), self.index.get(p)
+            if i is None and own is not None and self.notes[own].in_file:
+                self.replaced(p, extra)  # read from its file
+                continue
+            if i is None:
                 if copies is None:
                     copies = {}
                     for k, note in enumerate(self.notes):
-                        if note.extra is not None:
-                            copies.setdefault(_digest(note.extra), []).append(k)
-                places = copies.get(_digest(extra), ())
+                        if note.extra is not None and note.extra.numel():
+                            copies.setdefault(digest(note.extra), []).append(k)
+                places = copies.get(digest(extra), ())
+                if own in places and same_bits(self.notes[own].extra, extra):
+                    self.replaced(p, extra)
+                    continue
                 i = next((k for k in places if self._is_copy(self.notes[k], extra)), None)
             if i is not None:
-                found.append((p, extra, self._hashes_left(i)))
-        for p, extra, hashes in found:
-            if hashes is None:  # no row has such a hash
-                hashes = torch.ones_like(row_hashes(p))
-            self.bring(p, extra, hashes)
+                found.append((p, extra, self._hashes_left(i), State.FOUND))
+            else:
+                found.append((p, extra, None, state if local(extra).any() else State.LOADED))
+        for one in found:
+            self.bring(*one)
 
     def _hashes_left(self, i):
         """Returns hashes of a weight as it was left, or None if nobody knows its bits any more."""
@@ -403,41 +324,82 @@ class Watch:
             return row_hashes(note.held)
         return None
 
-    def hashes_of(self, p):
-        """Returns hashes of the weight that the residual of p belongs to, for a state dictionary.
-        Returns None if nobody knows them. strangers() must have looked before. Our next write makes
-        them UNKNOWN, because the residual in that dictionary goes on."""
+    # ---- Noting ----------------------------------------------------------------------------------
+
+    def _note(self, i, extra, copied=None):
+        p, note = self.tensors[i], self.notes[i]
+        self.versions[i] = version(p)
+        place = _place(p)
+        if self.places[i] != place:
+            self.places[i], note.held = place, p.detach()
+            self._note_block(i)
+        note.extra, note.extra_version = extra, None if extra is None else version(extra)
+        note.state, note.compiled, note.copied = State.LEFT, self.compiled, copied
+        note.witness = None if self.witness is None else version(self.witness)
+
+    def _note_block(self, i):
+        """Notes which memory block a weight lies in."""
+        note, block = self.notes[i], _block(self.tensors[i])
+        self.token = None
+        if block != note.block:
+            self.blocks.get(note.block, {}).pop(i, None)
+            self.blocks.setdefault(block, {})[i] = True
+            note.block = block
+
+    def _place_of(self, p):
+        """Returns the place of a weight in the lists, which it gets if it is not known."""
         if p not in self.index:
+            self.index[p] = len(self.tensors)
+            self.tensors.append(p)
+            self.versions.append(None)
+            self.places.append(None)
+            self.notes.append(_Note())
+            self._note_block(self.index[p])
+        return self.index[p]
+
+    def _hash(self, places, copies=None):
+        """Makes hashes after our own writes, or forgets them. Those in state dictionaries become
+        UNKNOWN, because they are outdated. `copies` holds what was written in place of weights."""
+        if not self.hashing and not self.some_known:
+            return
+        for reference in self.given_out:
+            hashes = reference()
+            if hashes is not None:
+                hashes.fill_(UNKNOWN)
+        self.given_out = []
+        for i in places:
+            written = self.tensors[i] if copies is None else copies[self.tensors[i]]
+            self.notes[i].hashes = row_hashes(written) if self.hashing else None
+        if len(places) == len(self.notes):
+            self.some_known = self.hashing
+
+    def hashes_of(self, p):
+        """Returns a copy of the hashes of the weight that the residual of p belongs to. Returns
+        None if nobody knows them. strangers() must have looked before."""
+        note = self.notes[self.index[p]] if p in self.index else None
+        if note is None:
             return None
-        note = self.notes[self.index[p]]
-        if note.hashes is None:
+        if note.hashes is None and note.state is State.LEFT:
             note.hashes = row_hashes(p)
-            if note.hashes is None:
-                return None
             self.some_known = True
-        given = note.hashes.clone()
-        self.given_out.append(weakref.ref(given))
-        return given
+        return None if note.hashes is None else note.hashes.clone()
 
-    def _add(self, p):
-        self.index[p] = len(self.tensors)
-        self.tensors.append(p)
-        self.versions.append(None)
-        self.places.append(None)
-        self.notes.append(_Note())
-        self._note_block(self.index[p])
+    def give(self, hashes):
+        """Takes hashes that a state dictionary holds. Our next write makes them UNKNOWN, because
+        the residual in that dictionary goes on."""
+        self.given_out.append(weakref.ref(hashes))
 
-    def wrote(self, tensors, extra_of, copied=None):
-        """Notes our write of these weights. strangers() must have looked before. `copied` is as
-        `given` of strangers(), at the end of a compiled step."""
+    def wrote(self, tensors, extra_of, copied=None, copies=None):
+        """Notes our write of these weights. strangers() must have looked before. At the end of a
+        compiled step `copied` is as `given` of strangers(), and `copies` holds the tensors that the
+        operator got, by weight."""
         for p in tensors:
-            if p not in self.index:
-                self._add(p)
-            self._note(self.index[p], extra_of(p), copied and copied[p])
-        self._hash([self.index[p] for p in tensors])
+            self._note(self._place_of(p), extra_of(p), copied and copied[p])
+        self._hash([self.index[p] for p in tensors], copies)
         if len(tensors) == 1:
             for i in self._sharing(self.index[tensors[0]]):
-                self.versions[i] = version(self.tensors[i])
+                if self.notes[i].state is State.LEFT:
+                    self.versions[i] = version(self.tensors[i])
 
     def wrote_all(self, tensors, extra_of, token):
         """Does the work of wrote() for all known weights and some that may not be known.

@@ -1,8 +1,9 @@
 """The engine of an optimizer: built when it is needed, kept while it fits, destroyed when anything
-has changed."""
+has changed. What came of its steps: counts, and steps that were refused."""
 
 from operator import is_
 
+from .._library import calls
 from .._library.abi import NONFINITE
 from .._states import empty
 from .._states.store import StoredState
@@ -10,8 +11,8 @@ from .._states.watch import version
 from .._tensors import devices
 from .._tensors.parameters import PLAIN, check_parameter
 from .._tensors.sharding import local, stored
-from .device_parts import formats_of
-from .engine import Engine
+from .._tensors.torch_public import warn
+from .engine import Engine, formats_of
 
 
 class EngineCache:
@@ -20,15 +21,17 @@ class EngineCache:
     engine          the engine of the last steps, or None
     flat, indices   all parameters, and their numbers in the engine (-1: not in the engine)
     empty           parameters without elements, which are in no engine
+    store           the file of the states, or None
+    scaled          True if a GradScaler on a GPU gave the scale of the last step. It knows itself
+                    whether that was refused
     """
 
-    def __init__(self, groups, names, placement, residuals, refusals):
-        self.groups, self.names, self.placement = groups, names, placement
-        self.residuals, self.refusals = residuals, refusals
-        self.engine = None
+    def __init__(self, parts):
+        self.groups, self.names, self.placement = parts.groups, parts.names, parts.placement
+        self.residuals = parts.residuals
+        self.engine = self.store = None
         self.flat, self.indices, self.empty = [], [], []
-        #: the file of the states, or None
-        self.store = None
+        self.scaled = self._warned = False
 
     # ---- Building --------------------------------------------------------------------------------
 
@@ -68,10 +71,8 @@ class EngineCache:
             )
             wanted.append((g, i, p, gradient))
         wanted, meant = self.placement.describe(wanted)
-        settings, groups = self.groups.settings(), self.groups.param_groups
-        divided = self.placement.divide(wanted)
-        engine = Engine(settings, groups, state, divided, meant, self.store)
-        self._refresh(engine)
+        engine = Engine(self.groups, self.placement.divide(wanted), meant, self.store)
+        self._refresh(engine, self.groups.settings())
         self.residuals.built(engine)
         self.flat = flat
         self.indices = [engine.index_of.get(p, -1) for p in flat]
@@ -90,7 +91,7 @@ class EngineCache:
             " afterwards, of the parameters that the model has then"
         )
 
-    def _refresh(self, engine):
+    def _refresh(self, engine, settings):
         """Gives the engine the current options. Returns False if one of them cannot change once
         states exist, so that a new engine is needed."""
         groups = self.groups.param_groups
@@ -105,7 +106,7 @@ class EngineCache:
                 del options["lr"]
             if not entry.take(options):
                 return False
-        engine.take_settings(self.groups.settings())
+        engine.take_settings(settings)
         return True
 
     def drop(self):
@@ -144,13 +145,13 @@ class EngineCache:
         self.placement.settle()
         engine = self.engine
         if engine is not None:
-            flat, known = self.groups.params(), self.flat
+            flat, known, settings = self.groups.params(), self.flat, self.groups.settings()
             if (
                 len(flat) != len(known)
                 or not all(map(is_, flat, known))
                 or self.groups.state is not engine.optimizer_state
-                or engine.formats != formats_of(self.groups.settings(), self.groups)
-                or not self._refresh(engine)
+                or engine.formats != formats_of(settings, self.groups)
+                or not self._refresh(engine, settings)
             ):
                 return None
         return engine
@@ -223,7 +224,9 @@ class EngineCache:
         ):
             code, handle = engine.hear()
             engine.tell(self.groups.param_groups)
-            self.refusals.heard(engine, handle, code == NONFINITE)
+            scaled, self.scaled = self.scaled, False
+            if code == NONFINITE and not scaled:
+                self.tell_refused(engine, handle)
         self.placement.heard()
 
     def told(self, key):
@@ -242,3 +245,53 @@ class EngineCache:
             self.engine = None  # the next engine reads what somebody else has written
             engine.destroy()
         empty.sync(self.groups, self.names)
+
+    def count_refused(self):
+        """Counts a step that is refused before the engine is asked. The engine finds the count in
+        the groups."""
+        count = self.told("skipped_steps") + 1
+        for group in self.groups:
+            group["skipped_steps"] = count
+
+    def tell_refused(self, engine, handle):
+        """Warns of a step that was refused because a gradient is not finite. `handle` knows why; it
+        may be None."""
+        often = self.groups[0]["skipped_steps"]
+        if self._warned and often not in (10, 100, 1000, 10000, 100000):
+            return
+        self._warned = True
+        name, too_large = calls.nonfinite_tensor(handle) if handle else ("", False)
+        # On a GPU the gradients of another step may have taken their place.
+        grads = (
+            [local(m.p.grad) for m in engine.members if m.p.grad is not None]
+            if name and not engine.asynchronous
+            else []
+        )
+        if not name:
+            what = (
+                "a gradient on another rank or device, or the norm of all gradients, is not finite"
+                " or too large"
+            )
+        elif len(grads) > 1 and not any(grad.isfinite().any() for grad in grads):
+            what = (
+                "the gradients of all parameters are not finite. torch.nn.utils.clip_grad_norm_"
+                " makes them so if one of them was not; use clip_norm= of this optimizer, which"
+                " names that one"
+            )
+        elif too_large:
+            what = (
+                f"the gradient of parameter {name!r} is finite, but too large: its values must be"
+                " below 2^62 (4.6e18), so that fp32 can hold their squares"
+            )
+        else:
+            what = f"the gradient of parameter {name!r} is not finite"
+        left = (
+            f"parameter {name!r} was left alone"
+            if self.groups.options.scan == "per-tensor" or self.groups.options.gradient_release
+            else "the step was skipped and nothing changed"
+        )
+        warn(
+            f"{what}; {left}. optimizer.skipped_steps, also in each group, counts such"
+            f" steps: {often} by now. This warning is given again at the 10th, 100th, ... time",
+            RuntimeWarning,
+        )

@@ -6,24 +6,157 @@ again from `state` and `param_groups`. This is how late first gradients, loaded 
 changed formats work.
 """
 
-import weakref
+import ctypes
 from ctypes import c_void_p
+from operator import is_
 
 import torch
 
 from .._library import abi, calls
 from .._library.abi import check, invoke, lib
-from .._library.calls import GRID
 from .._ranks import agreement
-from .._settings.groups import check_told
+from .._settings.groups import TOLD, check_told
 from .._states import convert, layout
-from .._states.members import Plain, declare
-from .._states.planes import bind_planes
-from .._states.watch import version
+from .._states.handles import Handle, set_option
+from .._states.members import NOTHING, declare
 from .._tensors import devices, sharding
-from .._tensors.parameters import check_parameter
-from .._tensors.sharding import local, stored
-from .device_parts import DevicePart, Group, formats_of
+from .._tensors.matrices import how_of
+from .._tensors.sharding import stored
+from .gather import Plain
+
+#: keys of a group that are not hyper-parameters
+_NO_HYPERS = ("params", "param_names", *TOLD)
+
+
+def formats_of(settings, groups):
+    """Returns the rule of each group, the formats that it asks for, and what it takes for matrices.
+    A handle is made for these."""
+    return [
+        (rule, group.get("weights"), group.get("states"), how_of(group))
+        for rule, group in zip(settings.rules, groups)
+    ]
+
+
+class Group:
+    """A group of a handle. `place` is the place of the optimizer's group, `index` the index in the
+    handle, and `count` the number of the optimizer's groups."""
+
+    def __init__(self, place, handle, index, groups):
+        self.place, self.index, self.of, self.count = place, index, groups[place], len(groups)
+        self.handle = handle
+        # values: the optimizer's group when hyper-parameters were last set, or None to set them
+        # again
+        # seen: the group as differs() found it
+        # given: the hyper-parameters and choices that were set
+        # steps: the steps that were last told
+        self.values, self.seen, self.given, self.steps = None, None, {}, None
+        #: the tensor from which a GPU reads lr, or None
+        self.lr = None
+        #: made once, because it is read at every step
+        self.record = abi.Record.new(kind=abi.RECORD_GROUP, index=index)
+
+    def count_steps(self):
+        """Returns the number of steps that the library has counted."""
+        invoke(lib.halfstep_get_record, self.handle, ctypes.byref(self.record))
+        return self.record.steps
+
+    def take_lr(self, lr):
+        """Has the GPU read an lr that is a tensor there: at each step without a wait, and anew at
+        every replay of a graph. Returns False for any other lr, which is not taken."""
+        if (
+            not isinstance(lr, torch.Tensor)
+            or not devices.is_asynchronous(devices.of(lr))
+            or not self.handle.asynchronous
+        ):
+            if self.lr is not None:
+                self._bind_lr(None)
+                self.lr = None
+            return False
+        if self.lr is None:
+            self.lr = devices.zeros((), torch.float64, self.handle.device)
+            self._bind_lr(self.lr.data_ptr())
+            self.given.pop("lr", None)
+        self.lr.copy_(lr.reshape(()))
+        return True
+
+    def _bind_lr(self, address):
+        invoke(lib.halfstep_bind_hyper, self.handle, self.index, b"lr", address)
+
+    def differs(self, group, totals):
+        """Returns True if the optimizer's group holds other values than were last set. `totals`:
+        the rule computes `d`, so `d` is not an option.
+
+        Numbers are replaced, never changed, so the same object means the same number. A group that
+        holds tensors, lists or dictionaries is always read again.
+        """
+        values = [
+            v for key, v in group.items() if key not in _NO_HYPERS and not (key == "d" and totals)
+        ]
+        if (
+            self.values is not None
+            and len(self.values) == len(values)
+            and all(map(is_, values, self.values))
+        ):
+            return False
+        again = any(isinstance(v, (torch.Tensor, list, dict)) for v in values)
+        self.values, self.seen = None, None if again else values
+        return True
+
+    def take(self, options):
+        """Sets hyper-parameters and choices of the group. Returns False if one of them cannot
+        change once states exist, so that a new handle is needed."""
+        for name, value in options.items():
+            if self.given.get(name) != value:
+                try:
+                    set_option(self.handle, self.index, name, value)
+                except abi.HalfstepError as error:
+                    if error.code == abi.ERROR_ORDER:
+                        return False
+                    raise
+        self.given, self.values = options, self.seen
+        return True
+
+    def among(self, groups):
+        """Returns the optimizer's group at its current place. If it was replaced and the number of
+        groups is the same, returns the group at its old place. Otherwise returns None."""
+        if self.place < len(groups) and groups[self.place] is self.of:
+            return self.of
+        return next(
+            (group for group in groups if group is self.of),
+            groups[self.place] if len(groups) == self.count else None,
+        )
+
+
+class DevicePart(Handle):
+    """A handle for the `n` members from number `first` on, all on one device. Its arrays of
+    pointers are slices of the engine's.
+
+    stage      brings states to the device for a step if they are kept elsewhere (streaming.py), or
+               None
+    scale      the tensor from which a GPU reads the scale of gradients, or None
+    counted    the skipped steps of this handle that Engine.tell() has counted
+    """
+
+    first = n = counted = 0
+    stage = scale = None
+
+    def slice(self, pointers):
+        """Returns the part of this handle in an array for all members, or None if there is no
+        array."""
+        if pointers is None:
+            return None
+        kind = type(pointers)._type_
+        return (kind * self.n).from_buffer(pointers, self.first * ctypes.sizeof(kind))
+
+    def results(self, ahead):
+        """Returns slice() of the results of steps in advance, which only the processor makes."""
+        return None if self.asynchronous else self.slice(ahead)
+
+    def states(self, needed=True, written=True):
+        """Returns a context in which the states are where the handle expects them. `written`: the
+        handle writes them, so they are kept afterwards. `needed`: False if the call does not use
+        states."""
+        return self.stage.states(written=written) if self.stage is not None and needed else NOTHING
 
 
 class Engine:
@@ -31,11 +164,12 @@ class Engine:
     parameters in the order of the handles' tensors. `parts` are all handles; `handle` is the first,
     and nearly always the only one."""
 
-    def __init__(self, settings, groups, state, divided, meant, store=None):
-        """`groups` and `state` are the optimizer's. `divided` has three items for each handle: its
-        device, the stage that brings states there (streaming.py, ownership.py) or None, and a list
+    def __init__(self, groups, divided, meant, store=None):
+        """`groups` are the optimizer's Groups. `divided` has three items for each handle: its
+        device, the stage that brings states there (streams.py, ownership.py) or None, and a list
         of Wanted.
         `meant` is that of declare(). `store` is the file of the states, or None."""
+        settings, state, groups = groups.settings(), groups.state, groups.param_groups
         self.optimizer_state, self.store = state, store
         #: the row of the optimizer's own rule; a member's may be another
         self.rule = abi.rules[settings.rule]
@@ -61,8 +195,8 @@ class Engine:
             self._create(state, meant) if store is None else store.attach(self, state, meant)
         )
         for m in self.members:
-            self._bind(m, state[m.p])
-            self._restore_counters(m, state[m.p])
+            m.bind(state[m.p], in_file=store is not None)
+            m.restore_counters(state[m.p])
         self.told = None
         self.take_told(groups)
         n = len(self.members)
@@ -103,40 +237,6 @@ class Engine:
                 invoke(lib.halfstep_allocate_states, part)
         return [m.p for m, made, _, _ in fresh if "weight.extra" in made]
 
-    def _bind(self, m, state):
-        planes = ()
-        if self.store is None:
-            planes = m.planes
-            where = state if m.stage is None else m.stage.addresses(m)
-            bind_planes(m.handle, m.index, planes, where)
-        m.step = state["step"]
-        grids = (s.name + GRID for s in m.planes if s.grid)
-        m.bound = tuple(
-            (key, weakref.ref(state[key]), local(state[key]).data_ptr())
-            for key in (*(s.key for s in planes), *grids)
-        )
-        m.numbers = {key: state[key] for key in layout.numbers_of(m.rule, m.planes)}
-        m.versions = {
-            "step": version(m.step),
-            **{key: version(tensor) for key, tensor in m.numbers.items()},
-        }
-
-    def _restore_counters(self, m, state):
-        steps = layout.step_count(state, m.name)
-        m.written = {key: layout.take_number(state, key, m.name) for key in m.numbers}
-        counts = layout.agreed({key: m.written[key] for key in layout.COUNTERS}, steps)
-        record = abi.Record.new(kind=abi.RECORD_TENSOR, index=m.index, **counts)
-        for scalar in layout.scalars_of(m.rule, m.planes):
-            calls.set_number(record, m.rule, scalar, m.written[scalar])
-        calls.restore(m.handle, record)
-        # The library keeps all tensors of a state current, because somebody may keep the state
-        # dictionary. This includes the grids: codes mean nothing without their grid.
-        self._bind_numbers(m)
-
-    def _bind_numbers(self, m):
-        calls.bind(m.handle, m.index, m.rule, m.planes, m.step, m.numbers)
-        m.note_places()
-
     def member(self, p):
         """Returns the member of a parameter, or None."""
         i = self.index_of.get(p)
@@ -150,46 +250,9 @@ class Engine:
         are needed then."""
         if not self.handle:
             return True
-        alone = True
-        for m in self.members:
-            # Tensors that were replaced live until the library no longer writes to them.
-            state, replaced, ours = states.get(m.p), [], True
-            if not state:
-                continue
-            record = calls.read(m.handle, abi.RECORD_TENSOR, m.index)
-            now = {key: getattr(record, key) for key in layout.COUNTERS}
-            step = state.get("step")
-            if step is not m.step or version(step) != m.versions["step"]:
-                steps = layout.whole(step)
-                if abi.is_count(steps) and not layout.same_count(now["state_steps"], steps):
-                    alone = ours = False  # somebody set the count, and maybe other numbers
-                    now["state_steps"] = now["full_steps"] = steps
-            for scalar in layout.scalars_of(m.rule, m.planes):
-                now[scalar] = calls.number(record, m.rule, scalar)
-            for key, tensor in m.numbers.items():
-                held = state.get(key)
-                if (
-                    held is not tensor
-                    and ours
-                    and layout.is_number(held, key)
-                    and held.item() in (m.written[key], now.get(key))
-                ):
-                    replaced.append(tensor)
-                    m.numbers[key], m.versions[key] = held, version(held)
-                elif held is not tensor or version(held) != m.versions[key]:
-                    alone = False
-                    continue
-                if key in now:
-                    layout.write(held, now[key])
-                    m.written[key] = now[key]
-            if m.are_numbers_moved():
-                if ours and step is m.step:
-                    step.detach().fill_(now["state_steps"])
-                alone = False
-            elif replaced:
-                self._bind_numbers(m)
+        alone = [m.save_counters(state) for m in self.members if (state := states.get(m.p))]
         self.tell(groups)
-        return alone
+        return all(alone)
 
     def tell(self, groups):
         """Writes each group's step count, and the optimizer's counts, into the groups."""
@@ -371,22 +434,3 @@ class Engine:
     def check(self, code, handle):
         """Raises the error of a call about a handle."""
         (check if self.store is None else self.store.check)(code, handle)
-
-    def recheck_weight(self, m):
-        """Takes the new address of a weight. Returns False if the weight is on another device or
-        in another format of 8 bits, which needs another handle. Fails if its shape or dtype has
-        changed."""
-        check_parameter(m.p, m.name)
-        p, held = local(m.p), stored(m.p)
-        if not m.offloaded:
-            devices.check(held, m.name)
-        if devices.of(held) != m.lies or (held is not p and p.format != m.format):
-            return False
-        if tuple(p.shape) != m.shape or p.dtype != m.dtype:
-            raise ValueError(
-                f"halfstep: parameter {m.name!r} was {m.dtype} of shape {m.shape} when its states"
-                f" were made and is {p.dtype} of shape {tuple(p.shape)} now;"
-                " convert the model before the optimizer is made"
-            )
-        m.strides, m.dense, m.address = held.stride(), devices.is_plain(held), held.data_ptr()
-        return True

@@ -4,12 +4,12 @@ from operator import is_, itemgetter
 
 import torch
 
-from .._states.members import Plain
+from .._library.calls import GRID
 from .._states.watch import versions
 from .._tensors import devices, sharding
-from .._tensors.guards import guard
-from .._tensors.parameters import check_gradient
+from .._tensors.parameters import check_gradient, stored_dtype
 from .._tensors.sharding import local, stored
+from .guards import guard
 
 _Tensor = torch.Tensor
 # Called through map(), which costs half as much as a loop.
@@ -27,7 +27,7 @@ _PLAIN_TYPES = {_Tensor}
 _MOST_GUARDS = 4
 
 
-class Gathered:
+class Ready:
     """What a step is made with.
 
     engine     the engine, whose arrays are filled
@@ -43,16 +43,16 @@ class Gathered:
 
 
 class Gather:
-    """Fills the pointer arrays of an engine, and the lists of a Gathered. Every function says
+    """Fills the pointer arrays of an engine, and the lists of a Ready. Every function says
     whether the engine still fits."""
 
-    def __init__(self, groups, placement, cache):
-        self.groups, self.placement, self.cache = groups, placement, cache
+    def __init__(self, parts):
+        self.groups, self.placement, self.cache = parts.groups, parts.placement, parts.cache
 
     def place(self, ready, m, p, grad):
         """Returns the addresses of one weight and its gradient. Handles tensors that are sharded,
         offloaded or not contiguous. Returns None if the engine does not fit any more."""
-        engine, keep, back = ready.engine, ready.keep, ready.back
+        keep, back = ready.keep, ready.back
         sharded = m.part is not None and m.part.mesh is not None
         if m.gathered:
             grad = sharding.gradient_of(p, grad, m.name)
@@ -61,7 +61,7 @@ class Gather:
             return m.stage.give(m, local(grad))
         if m.offloaded:
             if (
-                not self._is_where_it_was(engine, m, local(p))
+                not self._is_where_it_was(m, local(p))
                 or self.placement.check_gradient(p, grad, m.name) != m.gradient
             ):
                 return None
@@ -71,7 +71,7 @@ class Gather:
         if sharded:
             grad, p = local(sharding.gradient_of(p, grad, m.name)), local(p)
             keep.append(grad)
-        if not self._is_where_it_was(engine, m, p) or check_gradient(p, grad, m.name) != m.gradient:
+        if not self._is_where_it_was(m, p) or check_gradient(p, grad, m.name) != m.gradient:
             return None
         if not devices.is_plain(grad):
             grad = devices.contiguous(grad)
@@ -83,7 +83,7 @@ class Gather:
         return weight.data_ptr(), sharding.address(grad) if sharded else grad.data_ptr()
 
     @staticmethod
-    def _is_where_it_was(engine, m, p):
+    def _is_where_it_was(m, p):
         """Returns True if the handle has the weight's address, or could be told the new one."""
         held = stored(p)
         if (
@@ -95,14 +95,20 @@ class Gather:
             and (held is p or p.format == m.format)
         ):
             return True
-        return engine.recheck_weight(m)
+        return m.recheck_weight()
 
     def all(self, ready):
         """Fills the pointer arrays. Returns False if the engine does not fit any more."""
-        engine, stepped = ready.engine, ready.stepped
-        if self._plain(engine):
-            stepped.extend(engine.params)
-            return True
+        engine, stepped, plain = ready.engine, ready.stepped, ready.engine.plain
+        if plain and len(plain.params) == len(self.cache.flat) - len(self.cache.empty):
+            addresses = plain.gradients(self.groups.state)
+            if addresses:
+                engine.gradients[:] = addresses
+                if not engine.weights_are_plain:
+                    engine.weights[:] = plain.weights
+                    engine.weights_are_plain = True
+                stepped.extend(engine.params)
+                return True
         engine.weights_are_plain = False
         for p, i in zip(self.cache.flat, self.cache.indices):
             grad = self.placement.gradient_of(p)
@@ -144,95 +150,125 @@ class Gather:
             engine.weights[i], engine.gradients[i] = held.data_ptr(), keep[-1].data_ptr()
         return True
 
-    def _plain(self, engine):
-        """Does the work of all() for the usual case. Every parameter has a gradient of the type it
-        had before, all tensors are contiguous, and nothing has moved. Returns False if this is not
-        so; all() then looks closer.
 
-        The checks go over lists, because a thousand small tensors cost about a microsecond each in
-        Python.
-        """
-        plain = engine.plain
-        if plain is None or len(plain.params) != len(self.cache.flat) - len(self.cache.empty):
-            return False
+class Plain:
+    """The usual case: every parameter has a gradient of the type it had before, all tensors are
+    contiguous, and nothing has moved. Holds what a step compares with, as lists over all members,
+    because a thousand small tensors cost about a microsecond each in Python.
+    """
+
+    def __init__(self, engine, states):
+        members = engine.members
+        self.params = engine.params
+        self.dtypes = [stored_dtype(m.gradient) for m in members]
+        self.weight_dtypes = [m.dtype for m in members]
+        self.shapes = [m.p.shape for m in members]
+        self.numels = [m.p.numel() for m in members]
+        self.weights = [m.address for m in members]
+        #: the numbers of members with 8-bit weights, and the formats of these
+        self.packed = [(i, m.format) for i, m in enumerate(members) if m.format]
+        self.states = [states[m.p] for m in members]
+        self.steps = [m.step for m in members]
+        # The address of a number is compared only if its member has no other state, because
+        # whatever moves states moves all of them.
+        numbers = [
+            [m.step, *(tensor() for key, tensor, _ in m.bound if key.endswith(GRID))]
+            for m in members
+        ]
+        planes = [
+            [tensor() for key, tensor, _ in m.bound if not key.endswith(GRID)] for m in members
+        ]
+        self.tensors = [tensor for pair in zip(planes, numbers) for tensor in pair[0] or pair[1]]
+        self.addresses = list(map(torch.Tensor.data_ptr, self.tensors))
+        # The library writes these and counts no version, so a new version means another writer.
+        self.counts = [m.numbers[key] for m in members for key in m.shown]
+        self.step_versions = [m.versions["step"] for m in members]
+        self.count_versions = [m.versions[key] for m in members for key in m.shown]
+        # All states of the optimizer in order, because this is cheaper to compare than to look up
+        # parameters.
+        self.keys, self.values = list(states), list(states.values())
+        # For each key of a state: the states that have it, and the tensors that they had there.
+        planes = {"step": (self.states, self.steps)}
+        for m, state in zip(members, self.states):
+            for key, tensor, _ in m.bound:
+                held = planes.setdefault(key, ([], []))
+                held[0].append(state)
+                held[1].append(tensor())
+        self.planes = [(key, *held) for key, held in planes.items()]
+        #: guards: one for all weights and one for all gradients, made when a step has found nothing
+        #: changed, or None; guarded: how often they were made
+        self.guards, self.guarded = None, 0
+
+    def gradients(self, state):
+        """Returns the addresses of the gradients if this is still the usual case, else None.
+        `state` is the optimizer's."""
         try:
-            grads = [p.grad for p in plain.params]
-            if (
-                not plain.guards
-                or not plain.guards[0](*plain.params)
-                or not plain.guards[1](*grads)
-            ):
-                if not self._are_plain(plain, grads):
-                    return False
-                self._guard(plain, grads)
+            grads = [p.grad for p in self.params]
+            if not self.guards or not self.guards[0](*self.params) or not self.guards[1](*grads):
+                if not self._are_plain(grads):
+                    return None
+                self._guard(grads)
             addresses = list(map(_data_ptr, grads))
         except RuntimeError:  # sparse tensors have no address
-            return False
+            return None
         if 0 in addresses:  # tensors without memory
-            return False
-        state = self.groups.state
+            return None
         if (
-            len(state) != len(plain.keys)
-            or not all(map(is_, state, plain.keys))
-            or not all(map(is_, state.values(), plain.values))
+            len(state) != len(self.keys)
+            or not all(map(is_, state, self.keys))
+            or not all(map(is_, state.values(), self.values))
         ):
-            if not all(map(is_, map(state.get, plain.params), plain.states)):
-                return False
-            plain.keys, plain.values = list(state), list(state.values())
+            if not all(map(is_, map(state.get, self.params), self.states)):
+                return None
+            self.keys, self.values = list(state), list(state.values())
         if (
-            versions(plain.steps) != plain.step_versions
-            or versions(plain.counts) != plain.count_versions
+            versions(self.steps) != self.step_versions
+            or versions(self.counts) != self.count_versions
         ):
-            return False
-        for key, states, tensors in plain.planes:
+            return None
+        for key, states, tensors in self.planes:
             try:
                 if not all(map(is_, map(itemgetter(key), states), tensors)):
-                    return False
+                    return None
             except KeyError:
-                return False
-        held = plain.params
-        if plain.packed:
+                return None
+        held = self.params
+        if self.packed:
             held = list(held)
-            for i, format in plain.packed:
+            for i, format in self.packed:
                 if held[i].format != format:
-                    return False
+                    return None
                 held[i] = held[i].packed
         if (
-            list(map(_data_ptr, plain.tensors)) != plain.addresses
-            or list(map(_data_ptr, held)) != plain.weights
+            list(map(_data_ptr, self.tensors)) != self.addresses
+            or list(map(_data_ptr, held)) != self.weights
         ):
-            return False
-        engine.gradients[:] = addresses
-        if not engine.weights_are_plain:
-            engine.weights[:] = plain.weights
-            engine.weights_are_plain = True
-        return True
+            return None
+        return addresses
 
-    @staticmethod
-    def _are_plain(plain, grads):
-        """Compares attribute by attribute what the guards of `plain` compare. Gradients may have
-        any shape with as many elements."""
+    def _are_plain(self, grads):
+        """Compares attribute by attribute what the guards compare. Gradients may have any shape
+        with as many elements."""
         if set(map(type, grads)) != _PLAIN_TYPES:
             return False
         if (
-            list(map(_get_dtype, plain.params)) != plain.weight_dtypes
-            or list(map(_get_shape, plain.params)) != plain.shapes
-            or not all(map(_is_contiguous, plain.params))
+            list(map(_get_dtype, self.params)) != self.weight_dtypes
+            or list(map(_get_shape, self.params)) != self.shapes
+            or not all(map(_is_contiguous, self.params))
         ):
             return False
         return (
-            list(map(_get_dtype, grads)) == plain.dtypes
-            and list(map(_get_device, grads)) == list(map(_get_device, plain.params))
-            and list(map(_numel, grads)) == plain.numels
+            list(map(_get_dtype, grads)) == self.dtypes
+            and list(map(_get_device, grads)) == list(map(_get_device, self.params))
+            and list(map(_numel, grads)) == self.numels
             and all(map(_is_contiguous, grads))
             and not any(map(_is_neg, grads))
-            and not any(map(_is_neg, plain.params))
+            and not any(map(_is_neg, self.params))
         )
 
-    @staticmethod
-    def _guard(plain, grads):
+    def _guard(self, grads):
         """Makes guards from tensors that are plain, for the next steps. Gives up after _MOST_GUARDS
         times, because guards do not pay if tensors keep changing."""
-        plain.guarded += 1
-        guards = [guard(plain.params), guard(grads)] if plain.guarded <= _MOST_GUARDS else [None]
-        plain.guards = None if None in guards else guards
+        self.guarded += 1
+        guards = [guard(self.params), guard(grads)] if self.guarded <= _MOST_GUARDS else [None]
+        self.guards = None if None in guards else guards

@@ -6,30 +6,26 @@ from .._states.inspection import Inspection
 from .._states.residuals import Residuals
 from .._states.saving import Saving
 from .._states.store import Store
-from .accumulation import Accumulation
 from .cache import EngineCache
 from .gather import Gather
-from .refusals import Refusals
-from .rounds import Release
+from .release import Release
 from .steps import Steps
-from .updates import Updates
 
 
 class Parts:
-    """One object for each concern of an optimizer. Each object knows only those above it.
+    """One object for each concern of an optimizer. Each gets these parts when it is made, and
+    takes those that it needs, so it knows only those above it. None keeps the whole, because an
+    optimizer that is given up would then wait for Python's cycle collector with its memory.
 
     options       options, and what they mean
     groups        groups and states
     names         names, ids and recipes of parameters
     placement     where parameters are stepped
     residuals     residuals of weights, and who wrote these
-    refusals      refused steps
-    cache         the engine
+    cache         the engine, and what came of its steps
     gather        addresses
-    accumulation  micro-batches that went into the states
-    updates       calls of the engine
-    release       steps in the backward pass
-    steps         step()
+    release       hooks that step in the backward pass
+    steps         steps: of all parameters, and of one
     store         the file of the states; the engine's cache knows it if there is one
     inspection    what is stored
     saving        what is saved
@@ -38,21 +34,14 @@ class Parts:
     def __init__(self, options, placement):
         """placement: a class."""
         self.options = options
-        self.groups = groups = Groups(options)
-        self.names = names = Names(groups)
-        self.placement = placement = placement(groups, names)
-        self.residuals = residuals = Residuals(groups, names)
-        self.refusals = refusals = Refusals(groups)
-        self.cache = cache = EngineCache(groups, names, placement, residuals, refusals)
-        self.gather = gather = Gather(groups, placement, cache)
-        self.accumulation = accumulation = Accumulation(groups, placement, cache)
-        self.updates = updates = Updates(
-            groups, names, placement, residuals, refusals, cache, gather, accumulation
-        )
-        self.release = release = Release(groups, placement, cache, accumulation, updates)
-        self.steps = Steps(
-            groups, names, placement, residuals, cache, accumulation, updates, release
-        )
-        self.store = Store(groups, names, placement, residuals, cache, accumulation, release)
-        self.inspection = inspection = Inspection(groups, names, placement, residuals, cache)
-        self.saving = Saving(groups, names, residuals, cache, accumulation, release, inspection)
+        self.groups = Groups(self)
+        self.names = Names(self)
+        self.placement = placement(self)
+        self.residuals = Residuals(self)
+        self.cache = EngineCache(self)
+        self.gather = Gather(self)
+        self.release = Release(self)
+        self.steps = Steps(self)
+        self.store = Store(self)
+        self.inspection = Inspection(self)
+        self.saving = Saving(self)

@@ -1,17 +1,31 @@
-"""Checks the backward pass that gradient release steps in: whether somebody else needs the
-gradients, whether a GradScaler has scaled them, and whether they come in parts, as with reentrant
-checkpointing."""
+"""The hooks of gradient release, which step in the backward pass, and checks of that pass: whether
+somebody else needs the gradients, whether a GradScaler has scaled them, and whether they come in
+parts, as with reentrant checkpointing.
+
+DistributedDataParallel averages gradients after these hooks have run. A parameter does not know of
+such a wrapper, and no node of a graph shows its hooks. So each wrapper is noted when it is made.
+From the first gradient release on it is also noted when it is called, because it may be older than
+the import of this package.
+"""
 
 import sys
+import weakref
 
 import torch
 
-from .._tensors import devices, reducers, torch_private
+from .._tensors import devices
+from .._tensors.parameters import follow_gradients, take_over
+from .._tensors.torch_private import after_backward, backward_pass, gradient_hooks, no_dynamo
+from .._tensors.torch_public import follow
 
 #: kind of the owners of hooks of gradient release
 OPTIMIZER = "optimizer with gradient release"
 #: number of the backward pass that began at a loss which a GradScaler had scaled, or None
 _scaled_pass = None
+_Wrapper = torch.nn.parallel.DistributedDataParallel
+_wrappers = weakref.WeakSet()
+#: how many wrappers have been noted so far
+noted = 0
 
 
 def check_release(rule, title):
@@ -21,13 +35,6 @@ def check_release(rule, title):
             f"halfstep: {title} has no gradient release: its update needs sums over the gradients"
             " of all tensors first"
         )
-
-
-def current_pass():
-    """Returns the number of the running backward pass, -1 if there is none, or None if torch does
-    not tell."""
-    ask = getattr(torch._C, "_current_graph_task_id", None)
-    return None if ask is None else ask()
 
 
 def _is_nested():
@@ -44,8 +51,8 @@ def _is_nested():
 
 def _note_scaled(grad):
     global _scaled_pass
-    _scaled_pass = current_pass()
-    torch.autograd.Variable._execution_engine.queue_callback(_forget_scaled)
+    _scaled_pass = backward_pass()
+    after_backward(_forget_scaled)
 
 
 def _forget_scaled():
@@ -70,18 +77,43 @@ def watch_scalers():
     sharded = sys.modules.get("torch.distributed.fsdp.sharded_grad_scaler")
     for scaler in (devices.scaler(), getattr(sharded, "ShardedGradScaler", None)):
         if scaler is not None:
-            torch_private.follow(scaler, "scale", _scaled)
+            follow(scaler, "scale", _scaled)
 
 
 def check_not_scaled():
     """Raises RuntimeError inside a backward pass that a GradScaler has scaled."""
-    if _scaled_pass is not None and (_scaled_pass == current_pass() or _is_nested()):
+    if _scaled_pass is not None and (_scaled_pass == backward_pass() or _is_nested()):
         _forget_scaled()
         raise RuntimeError(
             "halfstep: the loss was scaled by a GradScaler, but gradient release steps each"
             " gradient in the backward pass, before the scaler can unscale it. Call backward() on"
             " the loss itself (BF16 needs no GradScaler), or use gradient_release=False"
         )
+
+
+@no_dynamo
+def _note(wrapper, found, /, *_, **__):
+    global noted
+    if wrapper not in _wrappers:
+        _wrappers.add(wrapper)
+        noted += 1
+    return found
+
+
+follow(_Wrapper, "__init__", _note)
+
+
+def check_wrappers(params):
+    """Raises RuntimeError if the gradient of one of these parameters belongs to a wrapper."""
+    own = set(map(id, params)) if torch.distributed.is_initialized() else ()
+    for wrapper in list(_wrappers) if own else ():
+        for name, p in wrapper.module.named_parameters():
+            if id(p) in own:
+                raise RuntimeError(
+                    f"halfstep: gradient release would take the gradient of {name!r} before"
+                    " DistributedDataParallel has averaged it, and ranks would diverge: use"
+                    " gradient_release=False, or fully_shard()"
+                )
 
 
 class Rounds:
@@ -97,14 +129,14 @@ class Rounds:
         self.stepped = False
         #: how many wrappers were known at the last check
         self.looked = 0
-        reducers.watch_calls()
+        follow(_Wrapper, "forward", _note)
 
     def gradient(self, groups, p):
         """Checks a gradient that is about to be taken. Raises RuntimeError if somebody else still
         needs it."""
-        if self.looked != reducers.known:
-            reducers.check(groups.params())
-            self.looked = reducers.known
+        if self.looked != noted:
+            check_wrappers(groups.params())
+            self.looked = noted
         check_not_scaled()
         if groups.options.optimizer_accumulation:
             return
@@ -158,3 +190,62 @@ class Rounds:
             " backward() failed call optimizer.zero_grad(). If another optimizer steps these"
             " parameters by now, call remove_gradient_release() of this one"
         )
+
+
+class Release:
+    """The hooks on an optimizer's parameters that step in the backward pass.
+
+    hooks     their handles
+    rounds    what the hooks have seen, or None if somebody else's hooks step
+    """
+
+    def __init__(self, parts):
+        self.groups = parts.groups
+        self.hooks, self.rounds = [], None
+        # The ids of all parameters, as they were at the first gradient of the last backward pass.
+        self._ids, self._pass = set(), None
+
+    def prepare(self, owner, call):
+        """Makes backward() run call(owner, p) as soon as it has the gradient of p."""
+        self.remove()
+        self.rounds = Rounds()
+        watch_scalers()
+        take_over(self.groups.params(), owner, OPTIMIZER)
+        self.hooks = follow_gradients(self.groups.params(), owner, call, OPTIMIZER)
+
+    def has(self, p):
+        """Returns False for a parameter that was removed from the groups since its hook was put.
+        Its gradient stays, as torch's optimizers leave it."""
+        now = backward_pass()
+        if now in (None, -1) or now != self._pass:
+            self._ids, self._pass = set(map(id, self.groups.params())), now
+        return id(p) in self._ids
+
+    def takes(self, p):
+        """Returns True if the complete gradient of a parameter is to be taken. Removes the hook of
+        a parameter that is in no group any more."""
+        if not self.has(p):
+            hooks = [h for h in self.hooks if h.hooks_dict_ref() is gradient_hooks(p)]
+            for hook in hooks:
+                hook.remove()
+            self.discard(hooks)
+            return False
+        if self.rounds is not None:
+            self.rounds.gradient(self.groups, p)
+        return True
+
+    def add(self, hooks):
+        """Adds the handles of hooks that step."""
+        self.hooks += hooks
+
+    def discard(self, hooks):
+        """Forgets the handles of hooks that were removed. Returns True if some are left."""
+        gone = set(map(id, hooks))
+        self.hooks = [hook for hook in self.hooks if id(hook) not in gone]
+        return bool(self.hooks)
+
+    def remove(self):
+        """Removes the hooks."""
+        for handle in self.hooks:
+            handle.remove()
+        self.hooks, self.rounds = [], None

@@ -8,7 +8,8 @@ therefore put another device in their place (tests/python/fake_gpu.py).
 
 import torch
 
-from .torch_private import warn
+from .torch_private import is_zerotensor
+from .torch_public import warn
 
 #: where tensors are that are on no GPU
 HOST = torch.device("cpu")
@@ -76,13 +77,13 @@ def is_plain(tensor):
     """Returns True if the memory of a tensor holds its elements as they are, in order. Exceptions
     are tensors that torch negates when they are read, as the imaginary part of a conjugate, and
     tensors of zeros without memory."""
-    return tensor.is_contiguous() and not tensor.is_neg() and not tensor._is_zerotensor()
+    return tensor.is_contiguous() and not tensor.is_neg() and not is_zerotensor(tensor)
 
 
 def contiguous(tensor):
     """Returns the tensor in memory order on its device. If is_plain(), the memory is shared."""
     tensor = tensor.detach()
-    return tensor.clone() if tensor._is_zerotensor() else tensor.resolve_neg().contiguous()
+    return tensor.clone() if is_zerotensor(tensor) else tensor.resolve_neg().contiguous()
 
 
 def clone(tensor):
@@ -107,7 +108,7 @@ def check_memory(tensor, what):
     error text."""
     if (
         tensor.numel()
-        and not tensor._is_zerotensor()
+        and not is_zerotensor(tensor)
         and tensor.device.type != "meta"
         and not tensor.data_ptr()
     ):

@@ -11,7 +11,8 @@ import torch
 from .._library import abi
 from . import devices, sharding
 from .sharding import local
-from .torch_private import warn
+from .torch_private import gradient_hooks, is_zerotensor
+from .torch_public import warn
 
 #: safetensors' names of stored dtypes -> torch
 DTYPES = {
@@ -158,7 +159,7 @@ def check_parameter(p, name):
             f"halfstep: elements of parameter {name!r} share memory (strides {tuple(p.stride())} of"
             f" shape {tuple(p.shape)}, as expand() leaves them); pass it through .clone() first"
         )
-    if p._is_zerotensor():
+    if is_zerotensor(p):
         raise ValueError(
             f"halfstep: parameter {name!r} is a tensor of zeros without memory; pass it through"
             " .clone() first"
@@ -210,7 +211,7 @@ def take_over(params, owner, kind):
     them. A cell of a notebook that is run again leaves such an owner alive."""
     taken = 0
     for p in params:
-        hooks = p._post_accumulate_grad_hooks or {}
+        hooks = gradient_hooks(p)
         for key, hook in list(hooks.items()):
             found, reference = getattr(hook, "_halfstep", (None, None))
             other = reference() if found == kind else None

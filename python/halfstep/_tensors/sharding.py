@@ -13,7 +13,7 @@ import sys
 import torch
 
 from .._library import abi
-from . import matrices
+from . import matrices, torch_private
 
 #: the fewest elements that the library takes as one row
 _FLAT_ELEMENTS = 4096
@@ -41,7 +41,7 @@ def local(tensor):
     """Returns the part of a tensor in this process."""
     if not is_dtensor(tensor):
         return tensor
-    held = tensor._local_tensor
+    held = torch_private.local_part(tensor)
     return held.wait() if hasattr(held, "wait") else held
 
 
@@ -84,8 +84,9 @@ def address(tensor):
 
 
 def _is_flat_parameter(p):
-    module = sys.modules.get("torch.distributed.fsdp._flat_param")
-    return module is not None and isinstance(p, module.FlatParameter)
+    module = sys.modules.get("torch.distributed.fsdp")
+    cls = getattr(module, "FlatParameter", None)
+    return cls is not None and isinstance(p, cls)
 
 
 def _strides(shape):
@@ -97,9 +98,9 @@ def _flat_identity(p, name):
     """Returns the name of a shard of an FSDP1 buffer: the first parameter in it, and where in the
     buffer it begins. All replicas of the shard have this name, and no other shard has it."""
     offset = 0
-    for fqn, info, numel in zip(p._fqns, getattr(p, "_shard_param_infos", ()), p._numels):
-        if info.in_shard:
-            return f"{fqn} of {name} from {offset + (info.intra_param_start_idx or 0)}"
+    for fqn, numel, start in torch_private.parts_of(p):
+        if start is not None:
+            return f"{fqn} of {name} from {offset + start}"
         offset += numel
     return f"{name} from {offset}"  # nothing but padding
 
@@ -119,8 +120,6 @@ class Part:
             self.ndim, self.whole, self.length, self.rows = 1, 1, p.numel(), 1
             self.first_row = self.n_rows = self.first_column = self.n_columns = 0
             return
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
         self.mesh, self.placements = p.device_mesh, tuple(p.placements)
         for placement in self.placements:
             if placement.is_partial():
@@ -132,7 +131,7 @@ class Part:
             not placement.is_replicate() and self.mesh.size(i) > 1
             for i, placement in enumerate(self.placements)
         )
-        shape, offset = compute_local_shape_and_global_offset(p.shape, self.mesh, self.placements)
+        shape, offset = torch_private.box_of(p.shape, self.mesh, self.placements)
         if tuple(shape) != self.shape:
             raise ValueError(
                 f"halfstep: parameter {name!r} of shape {self.global_shape} holds {self.shape} on"
@@ -184,7 +183,6 @@ class Part:
     def _placed(self, shape):
         """Returns the placements of a state that has this shape as a whole, and its shape here."""
         from torch.distributed.tensor import Replicate, Shard
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
         if shape == self.global_shape:
             placements = self.placements
@@ -199,7 +197,7 @@ class Part:
                 else Shard(0)
                 for x in self.placements
             )
-        here = compute_local_shape_and_global_offset(shape, self.mesh, placements)[0]
+        here = torch_private.box_of(shape, self.mesh, placements)[0]
         return placements, tuple(here)
 
     def place(self, planes, whole, name):
@@ -292,9 +290,12 @@ class Gathered(Part):
                 s.placements, s.shape = self._placed(s.whole)
 
 
-def like(p, tensor):
-    """Returns a tensor of this process as the local part of a DTensor that is cut like p."""
-    return _dtensor(tensor, p.device_mesh, p.placements, p.shape) if is_dtensor(p) else tensor
+def like(p, tensor, shape=None):
+    """Returns a tensor of this process as the local part of a DTensor that is cut like p. `shape`
+    is that of the whole, None for p's."""
+    if not is_dtensor(p):
+        return tensor
+    return _dtensor(tensor, p.device_mesh, p.placements, p.shape if shape is None else shape)
 
 
 def refuse(params, what, advice):
@@ -375,8 +376,7 @@ def is_flat(p, flat):
 
 def is_sharded_buffer(p):
     """Returns True for a shard of an FSDP1 buffer, which knows itself which shard it is."""
-    whole = getattr(p, "_unpadded_unsharded_size", None)
-    return _is_flat_parameter(p) and whole is not None and whole.numel() != p.numel()
+    return _is_flat_parameter(p) and torch_private.is_cut(p)
 
 
 def group_of(norm_group):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from .._library import abi
 from .._tensors import devices
 from .._tensors.parameters import PLAIN
-from .._tensors.torch_private import warn
+from .._tensors.torch_public import warn
 
 #: names of the formats that have these bytes
 FORMATS = [f.name for f in abi.formats.values() if f.geometry == abi.GEOMETRY_PACKED]

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from .._tensors.parameters import PLAIN
+from .._tensors.torch_private import PARAMETER_MARK, as_plain
 from . import blocks, memory
 from .operators import dispatch
 from .views import COMPUTE, Cast, is_rows, parted, span, wrap
@@ -29,6 +30,7 @@ class Int8Weight(torch.Tensor):
     scales        the same memory, BF16 [rows, blocks]
     """
 
+    __module__ = "halfstep.nn"  # by which pickles name it
     format: str
     row_length: int
 
@@ -57,7 +59,7 @@ class Int8Weight(torch.Tensor):
 
     @property
     def packed(self) -> torch.Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
+        with as_plain():
             first, rows = span(self)
         held = self._stored
         return held if rows == held.shape[0] else held.narrow(0, first, rows)
@@ -125,12 +127,12 @@ class Int8Weight(torch.Tensor):
         if not self.is_leaf:
             raise RuntimeError("halfstep: only weights that are leaves of the graph can be copied")
         if id(self) not in memo:
-            copied = memo[id(self)] = _restore(*parted(self.detach().clone()), *_marks(self))
+            copied = memo[id(self)] = restore_weight(*parted(self.detach().clone()), *_marks(self))
             copied.grad = None if self.grad is None else self.grad.detach().clone()
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol):
-        return _restore, (*parted(self), *_marks(self))
+        return restore_weight, (*parted(self), *_marks(self))
 
     def __tensor_flatten__(self):
         memory.refuse_to_unwrap(self)
@@ -143,14 +145,14 @@ class Int8Weight(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        with torch._C.DisableTorchFunctionSubclass():
+        with as_plain():
             call = memory.calls.get(func)
             return call(func, *args, **kwargs or {}) if call else func(*args, **kwargs or {})
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         # Attributes of weights are read below, which torch would send to __torch_function__().
-        with torch._C.DisableTorchFunctionSubclass():
+        with as_plain():
             return dispatch(func, args, kwargs or {})
 
     def _stable_hash_for_caching(self):
@@ -178,12 +180,12 @@ class Int8Weight(torch.Tensor):
 
 def _marks(weight):
     """Returns whether a weight is a parameter and trains, and the attributes that others set."""
-    own = ("_stored", "format", "row_length", "_is_param")
+    own = ("_stored", "format", "row_length", PARAMETER_MARK)
     marks = {name: value for name, value in vars(weight).items() if name not in own}
     return isinstance(weight, torch.nn.Parameter), weight.requires_grad, marks
 
 
-def _restore(stored, *what):
+def restore_weight(stored, *what):
     """Returns the weight that was copied or pickled."""
     *what, is_parameter, trains, marks = what
     weight = wrap(Int8Weight, stored, *what)
@@ -192,5 +194,6 @@ def _restore(stored, *what):
     return weight
 
 
+restore_weight.__module__ = Int8Weight.__module__
 if hasattr(torch.serialization, "add_safe_globals"):
-    torch.serialization.add_safe_globals([_restore])
+    torch.serialization.add_safe_globals([restore_weight])

@@ -9,8 +9,8 @@ import sys
 import torch
 import torch.nn.functional as F
 
-from .._tensors import sharding
-from .._tensors.torch_private import VERSION
+from .._tensors import sharding, torch_private
+from .._tensors.torch_public import VERSION
 from .views import COMPUTE, Cast, decoded, is_weight, like
 
 
@@ -46,8 +46,7 @@ def _no_interface(func, *_, **__):
 
 def refuse_to_unwrap(weight):
     """Raises RuntimeError where torch would make parameters of the bytes, and have them train."""
-    asking = sys._getframe(2).f_globals.get("__name__", "")
-    if weight.requires_grad and asking.endswith(".subclass_parametrization"):
+    if weight.requires_grad and torch_private.unwraps(sys._getframe(2)):
         raise RuntimeError(
             "halfstep: run_decompositions() cannot take apart 8-bit weights that train; call"
             " model.requires_grad_(False) before torch.export.export()"
@@ -62,8 +61,7 @@ def _by_bytes_of(func, weight):
 def _storage(func, weight):
     """Returns the storage of the bytes. torch's tracer makes fake memory of the size that it is
     told, so that it gets the storage of the wrapper, which has no memory."""
-    tracing = sys._getframe(2).f_globals.get("__name__") == "torch._subclasses.meta_utils"
-    return func(weight if tracing else weight._stored)
+    return func(weight if torch_private.makes_fake(sys._getframe(2)) else weight._stored)
 
 
 def _share(func, weight):
@@ -97,7 +95,7 @@ calls = {
     _Tensor.__format__: _format,
     _Tensor.is_shared: _by_bytes_of,
     _Tensor.storage: _by_bytes_of,
-    _Tensor._typed_storage: _by_bytes_of,
+    torch_private.typed_storage: _by_bytes_of,
     _Tensor.untyped_storage: _storage,
     _Tensor.share_memory_: _share,
     _Tensor.pin_memory: _pin,
@@ -143,7 +141,7 @@ def _weight_of(tensor, copy):
     if not sharding.is_dtensor(tensor):
         return made
     whole = tensor.detach()
-    whole._local_tensor = made  # from_local() would bring it to the mesh's device
+    torch_private.put_local_part(whole, made)
     return whole
 
 
@@ -163,10 +161,8 @@ def _by_bytes(stage):
 def follow_stagers():
     """Makes the stagers of torch.distributed.checkpoint copy bytes, once somebody has imported
     them."""
-    for module, name in (
-        ("staging", "BlockingAsyncStager"),
-        ("_state_dict_stager", "StateDictStager"),
-    ):
-        cls = getattr(sys.modules.get(f"torch.distributed.checkpoint.{module}"), name, None)
+    module = sys.modules.get("torch.distributed.checkpoint.staging")
+    for name in ("BlockingAsyncStager", "StateDictStager"):
+        cls = getattr(module, name, None)
         if cls is not None and not hasattr(cls.stage, "_halfstep"):
             cls.stage = _by_bytes(cls.stage)

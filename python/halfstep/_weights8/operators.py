@@ -8,9 +8,9 @@ import functools
 
 import torch
 import torch.nn.functional as F
-from torch.utils import _python_dispatch
 
 from .._tensors.parameters import overlaps
+from .._tensors.torch_private import arguments_of, is_composite, with_aliasing
 from . import blocks, memory
 from .blocks import unpack
 from .views import (
@@ -73,13 +73,6 @@ _MOVES = {"_allgather_base_", "allgather_", "broadcast_", "recv_", "scatter_", "
 # ---- Views and copies ----------------------------------------------------------------------------
 
 
-def _aliased(func, args, kwargs, out):
-    """Returns the result of a view operator, which shares its weight's storage."""
-    if hasattr(torch, "_functionalize_unsafe_set"):
-        return _python_dispatch.return_and_correct_aliasing(func, args, kwargs, out)
-    return out  # torch 2.2 would give it the strides of a contiguous tensor, 2.1 has no function
-
-
 def _view(func, args, kwargs):
     """Returns views of a weight, whose strides torch works out on a tensor without memory. Values
     that are seen as another dtype are a copy."""
@@ -91,14 +84,14 @@ def _view(func, args, kwargs):
     if isinstance(views, torch.Tensor):
         if views.dtype != weight.dtype:
             return _plainly(func, args, kwargs)
-        return _aliased(func, args, kwargs, like(weight, view=views))
+        return with_aliasing(func, args, kwargs, like(weight, view=views))
     views = type(views)(like(weight, view=view) for view in views)
-    return _aliased(func, args, kwargs, views)
+    return with_aliasing(func, args, kwargs, views)
 
 
 def _detach(func, args, kwargs):
     memory.follow_stagers()  # state dictionaries detach what they give to stagers
-    return _aliased(func, args, kwargs, like(args[0]))
+    return with_aliasing(func, args, kwargs, like(args[0]))
 
 
 def _detach_in_place(func, args, kwargs):
@@ -373,7 +366,7 @@ _HANDLERS = {
 def _handler(func):
     """Returns the function that runs an operator. Returns also the arguments that the operator
     writes or aliases, and the function for weights among them."""
-    packet, arguments = func.overloadpacket, func._schema.arguments
+    packet, arguments = func.overloadpacket, arguments_of(func)
     if func in _HANDLERS:
         return _HANDLERS[func], (), None
     if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
@@ -381,7 +374,7 @@ def _handler(func):
     marked = [(i, a.name) for i, a in enumerate(arguments) if a.alias_info]
     if packet in WRITES:
         return _plainly, marked, _write
-    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+    if is_composite(func):
         return _decompose, (), None
     if packet in WRITES_OF_LISTS:
         return _plainly, marked, _write_each

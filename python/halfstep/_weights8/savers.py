@@ -11,7 +11,8 @@ import inspect
 import sys
 
 from .._tensors.sharding import is_dtensor, is_packed
-from .._tensors.torch_private import warn_once
+from .._tensors.torch_private import after_state_dict
+from .._tensors.torch_public import warn_once
 from .int8_weight import Int8Weight
 from .trainer_bytes import follow_trainer
 
@@ -80,7 +81,7 @@ def decoded_state_dicts(model, state=None):
     memo, handles = {}, []
 
     def decode(module, state, prefix, _):
-        for name, p in module._parameters.items():
+        for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
             key = prefix + name
             if isinstance(p, Int8Weight) and isinstance(state.get(key), Int8Weight):
                 state[key] = _decoded(p, memo)
@@ -90,8 +91,8 @@ def decoded_state_dicts(model, state=None):
             refuse_shards(name, p)
     try:
         for module in model.modules():
-            if any(isinstance(p, Int8Weight) for p in module._parameters.values()):
-                handles.append(module._register_state_dict_hook(decode))
+            if any(isinstance(p, Int8Weight) for p in module.parameters(recurse=False)):
+                handles.append(after_state_dict(module, decode))
         yield
     finally:
         for handle in handles:

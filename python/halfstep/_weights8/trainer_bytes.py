@@ -5,15 +5,18 @@ that other bytes come out, to which the error codes in the state do not belong.
 """
 
 import os
+import weakref
 
 import torch
 
-from .._tensors.torch_private import follow, unwrapped, warn
+from .._tensors.torch_public import follow, unwrapped, warn
 from . import blocks
 from .int8_weight import Int8Weight
 
 #: their key in a state dictionary
 _KEY = "packed_weights"
+#: optimizers that save the bytes
+_followed = weakref.WeakSet()
 
 
 def follow_trainer(cls):
@@ -30,13 +33,14 @@ def _weights(optimizer):
 
 def _keep(trainer, made, /, *_, **__):
     optimizer, args = unwrapped(trainer.optimizer), trainer.args
-    if _weights(optimizer) and _add not in optimizer._optimizer_state_dict_post_hooks.values():
+    if _weights(optimizer) and optimizer not in _followed:
         if args.load_best_model_at_end and args.save_only_model:
             raise ValueError(
                 "halfstep: with save_only_model=True, load_best_model_at_end would round 8-bit"
                 " weights again, because their bytes are saved beside the optimizer's states; set"
                 " save_only_model=False, or load_best_model_at_end=False"
             )
+        _followed.add(optimizer)
         optimizer.register_state_dict_post_hook(_add)
         optimizer.register_load_state_dict_pre_hook(_take)
     return made

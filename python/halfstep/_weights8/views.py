@@ -11,6 +11,7 @@ import torch.utils.checkpoint
 from torch.fx.experimental import proxy_tensor
 
 from .._tensors.parameters import PLAIN
+from .._tensors.torch_private import guard_memory, make_wrapper
 from .blocks import unpack
 
 #: dtypes that layers may compute in; a step takes those of PLAIN
@@ -19,8 +20,6 @@ COMPUTE = (*PLAIN, torch.float64)
 _AGAIN = getattr(getattr(torch.utils.checkpoint, "CheckpointPolicy", None), "MUST_RECOMPUTE", None)
 #: returns what records a graph, or None
 _recorder = getattr(proxy_tensor, "get_proxy_mode", lambda: None)
-#: makes torch's C++ code raise where it asks a wrapper for memory; None in torch 2.1
-_guard = getattr(torch._C, "_set_throw_on_mutable_data_ptr", None)
 
 
 def is_weight(value):
@@ -30,11 +29,10 @@ def is_weight(value):
 
 def wrap(cls, stored, format, row_length, dtype, size, stride, offset):
     """Returns a weight of any strides over stored rows."""
-    weight = torch.Tensor._make_wrapper_subclass(
+    weight = make_wrapper(
         cls, size, strides=stride, storage_offset=offset, dtype=dtype, device=stored.device
     )
-    if _guard is not None:
-        _guard(weight)
+    guard_memory(weight)
     weight._stored, weight.format, weight.row_length = stored, format, row_length
     return weight
 

@@ -24,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .._library import abi, calls
 from .._library.abi import check, lib
 from .._states.handles import Handle, seed_of
-from .._tensors import devices, parameters, torch_private
+from .._tensors import devices, parameters, torch_public
 from ._arguments import arguments
 
 __all__ = ["adam", "adamw", "adan", "lion", "radam", "ranger", "sgd", "stableadamw"]
@@ -279,7 +279,7 @@ def _step(
             item.store(code == abi.OK)
             item.identity[1] += code == abi.OK
         if code == abi.OK and not optimizer_accumulation:
-            torch_private.increment_versions([item.owner for item in batch])
+            torch_public.increment_versions([item.owner for item in batch])
         if code == abi.NONFINITE:
             made = _refused(*calls.nonfinite_tensor(lists))
         else:
@@ -289,7 +289,7 @@ def _step(
 
 def _refused(what, too_large=False):
     wrong = "2^62 or more, too large to be squared" if too_large else "not finite"
-    torch_private.warn(
+    torch_public.warn(
         f"{what} is {wrong}; the step was refused and changed nothing", RuntimeWarning
     )
     return False

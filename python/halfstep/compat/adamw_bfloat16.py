@@ -10,12 +10,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Callable, Dict, Optional, Tuple
 
 import torch
 
 from .._settings.options import Options
 from .._states import layout
-from ..optimizer import Kept, Optimizer
+from ..optimizer import Kept, Optimizer, Params
 from ._arguments import arguments
 
 __all__ = ["LR", "AdamW_BF16"]
@@ -83,13 +84,20 @@ class AdamW_BF16(Optimizer):
     decay_threshold = Kept(5e-3)
 
     def __init__(
-        self, params, *, lr_function=LR(), betas=(0.9, 0.999), eps=1e-8, weight_decay=0, **options
-    ):
+        self,
+        params: Params,
+        *,
+        lr_function: Callable[[int], float] = LR(),
+        betas: Tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        **options: Any,
+    ) -> None:
         options.setdefault("weights", "bf16-kahan")
         group = {**_numbers(lr_function), **arguments(locals(), "lr_function")}
         super().__init__(params, group, **options)
 
-    def add_param_group(self, param_group):
+    def add_param_group(self, param_group: Dict[str, Any]) -> None:
         """Adds a group as in torch. The group's "lr_function" replaces the constructor's."""
         if isinstance(param_group, dict) and "lr_function" in param_group:
             param_group = dict(param_group)
@@ -108,7 +116,7 @@ class AdamW_BF16(Optimizer):
         def choices(self, group):
             return {**super().choices(group), "schedule": "inverse-power"}
 
-    def load_state_dict(self, state_dict):
+    def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
         """Loads halfstep's state dictionaries, and those that adamw_bfloat16 saved. Its `shift` is
         the residual, bit for bit."""
         saved = state_dict["state"]
@@ -135,7 +143,7 @@ class AdamW_BF16(Optimizer):
             state_dict = {**state_dict, "state": states, "param_groups": groups}
         super().load_state_dict(state_dict)
 
-    def step(self, zero_grad=False, closure=None):
+    def step(self, zero_grad: bool = False, closure: Optional[Callable[[], Any]] = None) -> Any:
         """Makes one step. With zero_grad=True gradients are then set to zero in place, also after a
         refused step.
 

@@ -12,11 +12,13 @@ optimizer = CAME(
 
 from __future__ import annotations
 
+from typing import Any, Dict, Optional, Tuple
+
 import torch
 
 from .._library import abi
 from .._states import foreign
-from ..optimizer import Optimizer
+from ..optimizer import Optimizer, Params
 from ._arguments import arguments
 
 __all__ = ["CAME"]
@@ -35,20 +37,20 @@ class CAME(Optimizer):
 
     def __init__(
         self,
-        params,
-        lr=None,
-        eps=(1e-30, 1e-16),
-        clip_threshold=1.0,
-        betas=(0.9, 0.999, 0.9999),
-        weight_decay=0.0,
-        **options,
-    ):
+        params: Params,
+        lr: Optional[float] = None,
+        eps: Tuple[float, float] = (1e-30, 1e-16),
+        clip_threshold: float = 1.0,
+        betas: Tuple[float, float, float] = (0.9, 0.999, 0.9999),
+        weight_decay: float = 0.0,
+        **options: Any,
+    ) -> None:
         if not isinstance(lr, torch.Tensor) and (lr is None or not lr > 0.0):
             raise ValueError(f"Invalid learning rate: {lr}")
         group = foreign.factored_group(abi.rules[self.rule], arguments(locals()))
         super().__init__(params, group, **options)
 
-    def add_param_group(self, param_group):
+    def add_param_group(self, param_group: Dict[str, Any]) -> None:
         """Adds a group as in torch. The group's `eps` may be a pair."""
         if isinstance(param_group, dict):
             param_group = foreign.factored_group(abi.rules[self.rule], param_group)

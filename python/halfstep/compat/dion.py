@@ -18,14 +18,17 @@ its mesh, so `distributed_mesh` is accepted without effect, and so is `use_trito
 
 from __future__ import annotations
 
+from typing import Any, Dict, Optional, Tuple
+
+from .. import classes
 from .._states import foreign
-from ..rules import classes
+from ..optimizer import Params
 from ._arguments import arguments
 
 __all__ = ["Muon", "NorMuon"]
 
 
-class Muon(classes["Muon"]):
+class Muon(classes.Muon):
     """Muon under the package's signature, for groups whose `algorithm` is "muon" or missing. Groups
     of "adamw" and "lion" are stepped by these. A group may have the package's names. It keeps
     halfstep's: `momentum`, `betas`, `eps`, `adjust_lr_fn`, `matrix`, `heads` and `decay`."""
@@ -35,21 +38,21 @@ class Muon(classes["Muon"]):
 
     def __init__(
         self,
-        params,
-        distributed_mesh=None,
-        lr=0.01,
-        mu=0.95,
-        betas=(0.9, 0.95),
-        weight_decay=0.01,
-        cautious_wd=False,
-        epsilon=1e-8,
-        nesterov=False,
-        adjust_lr="spectral_norm",
-        flatten=False,
-        use_triton=False,
-        newton_schulz_func=None,
-        **options,
-    ):
+        params: Params,
+        distributed_mesh: Any = None,
+        lr: float = 0.01,
+        mu: float = 0.95,
+        betas: Tuple[float, float] = (0.9, 0.95),
+        weight_decay: float = 0.01,
+        cautious_wd: bool = False,
+        epsilon: float = 1e-8,
+        nesterov: bool = False,
+        adjust_lr: Optional[str] = "spectral_norm",
+        flatten: bool = False,
+        use_triton: bool = False,
+        newton_schulz_func: Any = None,
+        **options: Any,
+    ) -> None:
         given = arguments(locals(), "distributed_mesh", "use_triton", "newton_schulz_func")
         if newton_schulz_func is not None:
             raise ValueError(
@@ -64,7 +67,7 @@ class Muon(classes["Muon"]):
         }
         super().__init__(params, **{**own, **options})
 
-    def add_param_group(self, param_group):
+    def add_param_group(self, param_group: Dict[str, Any]) -> None:
         """Adds a group as in torch. Its options may have the package's names."""
         if isinstance(param_group, dict):
             # All rules have these of the optimizer, where a group does not say.
@@ -82,7 +85,14 @@ class NorMuon(Muon):
     _normalize_rows = "keep-norm"
 
     def __init__(
-        self, params, distributed_mesh=None, lr=0.01, mu=0.95, muon_beta2=0.95, *rest, **options
-    ):
+        self,
+        params: Params,
+        distributed_mesh: Any = None,
+        lr: float = 0.01,
+        mu: float = 0.95,
+        muon_beta2: float = 0.95,
+        *rest: Any,
+        **options: Any,
+    ) -> None:
         options.setdefault("row_beta", muon_beta2)
         super().__init__(params, distributed_mesh, lr, mu, *rest, **options)

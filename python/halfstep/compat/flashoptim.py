@@ -41,7 +41,7 @@ from .._settings.options import Options
 from .._states import convert, layout
 from .._step import release
 from .._tensors import devices, parameters
-from .._tensors.torch_private import warn
+from .._tensors.torch_public import warn
 from ..optimizer import Kept, Optimizer, unwrapped
 from ._arguments import arguments
 from .optimi import start_from_zeros
@@ -102,7 +102,7 @@ class FlashOptimizer(Optimizer):
         check_numerics: bool = False,
         fused: bool = True,
         defaults: Optional[Dict[str, Any]] = None,
-    ):
+    ) -> None:
         if self.rule is None:
             raise TypeError(
                 "FlashOptimizer is the base of FlashAdam and the others, not an optimizer"
@@ -177,7 +177,7 @@ class FlashOptimizer(Optimizer):
 
     # ---- Steps -----------------------------------------------------------------------------------
 
-    def step(self, closure: Optional[Callable] = None):
+    def step(self, closure: Optional[Callable] = None) -> Any:
         """Updates every parameter that has a gradient. While gradients are released it only warns,
         because nothing is left to do; the closure runs all the same."""
         if self._gradient_release:
@@ -237,7 +237,7 @@ class FlashOptimizer(Optimizer):
         self._hooked_elsewhere = bool(released)
         release.watch_scalers()
 
-    def prepare_gradient_release(self):
+    def prepare_gradient_release(self) -> None:
         """Puts hooks on all parameters of this optimizer. `enable_gradient_release` takes a model's
         parameters."""
         if not self.gradient_release:
@@ -286,7 +286,7 @@ class FlashOptimizer(Optimizer):
 
     # ---- State dicts -----------------------------------------------------------------------------
 
-    def state_dict(self):
+    def state_dict(self) -> Dict[str, Any]:
         """Returns halfstep's state dictionary. With compress_state_dict=False states are decoded to
         float32, under torch's names."""
         found = super().state_dict()
@@ -429,7 +429,7 @@ class FlashLion(FlashOptimizer):
         master_weight_bits: _Bits = 24,
         check_numerics: bool = False,
         fused: bool = True,
-    ):
+    ) -> None:
         self._decouple_lr = decouple_lr
         super().__init__(params, **_common(locals()))
 
@@ -461,7 +461,7 @@ class FlashSGD(FlashOptimizer):
         master_weight_bits: _Bits = 24,
         check_numerics: bool = False,
         fused: bool = True,
-    ):
+    ) -> None:
         super().__init__(params, **_common(locals()))
 
     class _options(FlashOptimizer._options):
@@ -491,7 +491,7 @@ class FlashSGDW(FlashSGD):
         master_weight_bits: _Bits = 24,
         check_numerics: bool = False,
         fused: bool = True,
-    ):
+    ) -> None:
         self._decouple_lr = decouple_lr
         super().__init__(params, **arguments(locals(), "decouple_lr"))
 
@@ -522,7 +522,7 @@ class FlashAdam(FlashOptimizer):
         master_weight_bits: _Bits = 24,
         check_numerics: bool = False,
         fused: bool = True,
-    ):
+    ) -> None:
         super().__init__(params, **_common(locals()))
 
 
@@ -546,7 +546,7 @@ class FlashAdamW(FlashAdam):
         master_weight_bits: _Bits = 24,
         check_numerics: bool = False,
         fused: bool = True,
-    ):
+    ) -> None:
         self._decouple_lr = decouple_lr
         super().__init__(params, **arguments(locals(), "decouple_lr"))
 

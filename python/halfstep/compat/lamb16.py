@@ -7,11 +7,13 @@ optimizer = Lamb16(model.parameters(), lr=0.02, weight_decay=0.01, betas=(.9, .9
 
 from __future__ import annotations
 
+from typing import Any, Dict, Tuple
+
 import torch
 
 from .._library import abi
 from .._settings.options import Options
-from ..optimizer import Kept, Optimizer, unwrapped
+from ..optimizer import Kept, Optimizer, Params, unwrapped
 from ._arguments import arguments
 
 __all__ = ["Lamb", "Lamb16", "log_lamb_rs"]
@@ -46,18 +48,18 @@ class Lamb16(Optimizer):
 
     def __init__(
         self,
-        params,
-        lr=1e-3,
-        betas=(0.9, 0.999),
-        eps=1e-6,
-        weight_decay=0,
-        trust_scale=0.382,
-        **options,
-    ):
+        params: Params,
+        lr: float = 1e-3,
+        betas: Tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0,
+        trust_scale: float = 0.382,
+        **options: Any,
+    ) -> None:
         _check(lr, betas, eps)
         super().__init__(params, arguments(locals()), **options)
 
-    def load_state_dict(self, state_dict):
+    def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
         """Loads halfstep's state dictionaries, and decodes those of the package."""
         states = {}
         for key, state in state_dict["state"].items():
@@ -83,8 +85,15 @@ class Lamb(Optimizer):
     adam = Kept()
 
     def __init__(
-        self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0, adam=False, **options
-    ):
+        self,
+        params: Params,
+        lr: float = 1e-3,
+        betas: Tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0,
+        adam: bool = False,
+        **options: Any,
+    ) -> None:
         _check(lr, betas, eps)
         abi.check_flags(adam=adam)
         self.adam = adam
@@ -97,7 +106,7 @@ class Lamb(Optimizer):
             return found
 
 
-def log_lamb_rs(optimizer, event_writer, token_count):
+def log_lamb_rs(optimizer: torch.optim.Optimizer, event_writer: Any, token_count: int) -> None:
     """Gives the weight norms, update norms and trust ratios of the last step to
     `event_writer.add_histogram`.
 

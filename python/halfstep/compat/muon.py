@@ -16,8 +16,11 @@ no process group is needed. Further `options` are those of every halfstep optimi
 
 from __future__ import annotations
 
+from typing import Any, Dict
+
+from .. import classes
 from .._library import abi
-from ..rules import classes
+from ..optimizer import Params
 from ._arguments import arguments
 
 __all__ = ["Muon", "MuonWithAuxAdam", "SingleDeviceMuon", "SingleDeviceMuonWithAuxAdam"]
@@ -29,10 +32,17 @@ _DEFAULTS = {
 }
 
 
-class SingleDeviceMuon(classes["Muon"]):
+class SingleDeviceMuon(classes.Muon):
     """Muon for hidden weights. Tensors that are no matrices are stepped by AdamW."""
 
-    def __init__(self, params, lr=0.02, weight_decay=0, momentum=0.95, **options):
+    def __init__(
+        self,
+        params: Params,
+        lr: float = 0.02,
+        weight_decay: float = 0,
+        momentum: float = 0.95,
+        **options: Any,
+    ) -> None:
         super().__init__(params, **arguments(locals()), **options)
 
 
@@ -40,13 +50,13 @@ class Muon(SingleDeviceMuon):
     """Muon for hidden weights, on any number of ranks that have the same gradients."""
 
 
-class SingleDeviceMuonWithAuxAdam(classes["Muon"]):
+class SingleDeviceMuonWithAuxAdam(classes.Muon):
     """Muon for the groups with `use_muon` True, AdamW for those with `use_muon` False."""
 
-    def __init__(self, param_groups, **options):
+    def __init__(self, param_groups: Params, **options: Any) -> None:
         super().__init__(param_groups, **options)
 
-    def add_param_group(self, param_group):
+    def add_param_group(self, param_group: Dict[str, Any]) -> None:
         """Adds a group, which says who steps it by `use_muon`."""
         if isinstance(param_group, dict):
             if "use_muon" not in param_group:
@@ -64,7 +74,7 @@ class MuonWithAuxAdam(SingleDeviceMuonWithAuxAdam):
     """The same on any number of ranks that have the same gradients. As in the package, parameters
     of Muon are in the order of their sizes, the largest first."""
 
-    def add_param_group(self, param_group):
+    def add_param_group(self, param_group: Dict[str, Any]) -> None:
         """Adds a group, which says who steps it by `use_muon`."""
         if isinstance(param_group, dict) and param_group.get("use_muon"):
             param_group["params"] = sorted(param_group["params"], key=_size, reverse=True)

@@ -34,7 +34,8 @@ from .._settings.options import Options
 from .._states import layout
 from .._step import release
 from .._tensors.parameters import PLAIN, mark
-from .._tensors.torch_private import warn
+from .._tensors.torch_private import apply_to_tensors, gradient_hooks
+from .._tensors.torch_public import warn
 from ..optimizer import Optimizer, unwrapped
 from ._arguments import arguments
 from ._optimi_lists import LOW, adam, adamw, adan, lion, over, radam, ranger, sgd, stableadamw
@@ -74,7 +75,7 @@ class OptimiOptimizer(Optimizer):
     False again. They put gradients into the states and do not change the parameters.
     """
 
-    def __init__(self, params: Iterable[Any], defaults: Dict[str, Any]):
+    def __init__(self, params: Iterable[Any], defaults: Dict[str, Any]) -> None:
         if defaults.get("max_lr") is not None and not 0.0 <= defaults["max_lr"]:
             raise ValueError(f"Invalid maximum learning rate: max_lr={defaults['max_lr']}")
         # prepare_for_gradient_release() makes the hooks.
@@ -116,7 +117,7 @@ class OptimiOptimizer(Optimizer):
                 weights = "bf16-kahan" if summed else "bf16"
             return weights, states
 
-    def step(self, closure: Optional[Callable] = None, param: Optional[Tensor] = None):
+    def step(self, closure: Optional[Callable] = None, param: Optional[Tensor] = None) -> Any:
         """Makes a step of all parameters, or of `param` alone, as the hooks of gradient release do.
 
         Args:
@@ -128,7 +129,7 @@ class OptimiOptimizer(Optimizer):
         self.step_param(param)
         return None
 
-    def zero_grad(self, set_to_none: bool = True, param: Optional[Tensor] = None):
+    def zero_grad(self, set_to_none: bool = True, param: Optional[Tensor] = None) -> None:
         """Drops the gradients of all parameters, or of `param` alone; zeroes them with
         `set_to_none=False`."""
         if param is None:
@@ -138,7 +139,7 @@ class OptimiOptimizer(Optimizer):
         elif param.grad is not None:
             param.grad = param.grad.detach().zero_()
 
-    def prepare_gradient_release(self):
+    def prepare_gradient_release(self) -> None:
         """Puts hooks on all parameters of this optimizer. `prepare_for_gradient_release` takes a
         model's parameters."""
         if not self.gradient_release:
@@ -146,7 +147,7 @@ class OptimiOptimizer(Optimizer):
         elif not self._parts.release.hooks:
             self.gradient_release = False  # a copy: the hooks stay with the original
 
-    def load_state_dict(self, state_dict):
+    def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
         """Loads state dictionaries of halfstep, of torch, and of torch-optimi's own class."""
         if _is_optimi(state_dict):
             state_dict = _from_optimi(
@@ -161,7 +162,7 @@ class OptimiOptimizer(Optimizer):
         super().load_state_dict(state_dict)
 
 
-def start_from_zeros(groups, parameters, also):
+def start_from_zeros(groups: Any, parameters: Iterable[torch.Tensor], also: Any) -> None:
     """Makes the momentum of SGD begin with (1 - dampening) times the gradient, in before_build().
     The library's first buffer is the gradient itself. Parameters that are about to get states
     therefore get a count of one update, as if of a buffer of zeros."""
@@ -225,7 +226,7 @@ class Adam(OptimiOptimizer):
         foreach: Optional[bool] = None,
         triton: Optional[bool] = None,
         gradient_release: bool = False,
-    ):
+    ) -> None:
         super().__init__(params, _group(locals()))
 
 
@@ -247,7 +248,7 @@ class AdamW(Adam):
         foreach: Optional[bool] = None,
         triton: Optional[bool] = None,
         gradient_release: bool = False,
-    ):
+    ) -> None:
         super().__init__(params, decouple_wd=True, **arguments(locals()))
 
 
@@ -281,7 +282,7 @@ class Adan(OptimiOptimizer):
         foreach: Optional[bool] = None,
         triton: Optional[bool] = None,
         gradient_release: bool = False,
-    ):
+    ) -> None:
         super().__init__(params, _group(locals()))
 
     class _options(OptimiOptimizer._options):
@@ -318,7 +319,7 @@ class Lion(OptimiOptimizer):
         foreach: Optional[bool] = None,
         triton: Optional[bool] = None,
         gradient_release: bool = False,
-    ):
+    ) -> None:
         super().__init__(params, _group(locals()))
 
 
@@ -341,7 +342,7 @@ class RAdam(OptimiOptimizer):
         foreach: Optional[bool] = None,
         triton: Optional[bool] = None,
         gradient_release: bool = False,
-    ):
+    ) -> None:
         super().__init__(params, _group(locals()))
 
 
@@ -374,7 +375,7 @@ class Ranger(OptimiOptimizer):
         foreach: Optional[bool] = None,
         triton: Optional[bool] = None,
         gradient_release: bool = False,
-    ):
+    ) -> None:
         super().__init__(params, _group(locals()))
 
 
@@ -407,7 +408,7 @@ class SGD(OptimiOptimizer):
         foreach: Optional[bool] = None,
         triton: Optional[bool] = None,
         gradient_release: bool = False,
-    ):
+    ) -> None:
         super().__init__(params, _group(locals()))
 
     class _options(OptimiOptimizer._options):
@@ -442,7 +443,7 @@ class StableAdamW(OptimiOptimizer):
         foreach: Optional[bool] = None,
         triton: Optional[bool] = None,
         gradient_release: bool = False,
-    ):
+    ) -> None:
         super().__init__(params, _group(locals()))
 
 
@@ -451,7 +452,7 @@ class StableAdamW(OptimiOptimizer):
 
 def prepare_for_gradient_release(
     model: nn.Module, optimizer: OptimiOptimizer, ignore_existing_hooks: bool = False
-):
+) -> None:
     """Steps every parameter of `model` in the backward pass, as soon as its gradient is complete,
     and frees the gradient.
 
@@ -466,7 +467,7 @@ def prepare_for_gradient_release(
     if not optimizer.defaults["gradient_release"]:
         raise ValueError("`optimizer` must be initialized with `gradient_release=True`")
     parameters = [p for p in model.parameters() if p.requires_grad]
-    if not ignore_existing_hooks and any(p._post_accumulate_grad_hooks for p in parameters):
+    if not ignore_existing_hooks and any(map(gradient_hooks, parameters)):
         raise ValueError(
             "a parameter of the model already has a post_accumulate_grad_hook; if that is meant,"
             " pass `ignore_existing_hooks=True`"
@@ -494,7 +495,7 @@ class _Hooks(list):
     """The handles of the hooks on a model, and the optimizer that they belong to."""
 
 
-def remove_gradient_release(model: nn.Module):
+def remove_gradient_release(model: nn.Module) -> None:
     """Reverses `prepare_for_gradient_release`, so that steps are ordinary again."""
     hooks = model.__dict__.pop("_gradient_release_hooks", None)
     if hooks is None:
@@ -568,31 +569,23 @@ def to_low_precision(
     for name, module in model.named_modules():
         whole = isinstance(module, keep)
         parts = whole or isinstance(module, types) or any(word in name.lower() for word in words)
-        for tensors, wide in ((module._parameters, whole), (module._buffers, parts)):
-            # _apply() knows how this torch replaces data; gradients of parameters go the same way.
-            _cast(
-                module,
-                {id(t) for t in tensors.values() if t is not None},
-                tensors is module._parameters,
-                torch.float32 if wide else dtype,
-                device,
-            )
+        params = list(module.parameters(recurse=False))
+        grads = [p.grad for p in params if p.grad is not None]
+        for tensors, wide in (
+            (params + grads, whole),
+            (list(module.buffers(recurse=False)), parts),
+        ):
+            _cast(module, set(map(id, tensors)), torch.float32 if wide else dtype, device)
     return model
 
 
-def _cast(module, own: Set[int], parameters: bool, dtype, device):
-    gradients = {
-        id(p.grad)
-        for p in module._parameters.values()
-        if parameters and p is not None and p.grad is not None
-    }
-
+def _cast(module, own: Set[int], dtype, device):
     def convert(t):
-        if id(t) not in own and id(t) not in gradients:
+        if id(t) not in own:
             return t
         return t.to(device=device, dtype=dtype if t.is_floating_point() else t.dtype)
 
-    module._apply(convert, recurse=False)
+    apply_to_tensors(module, convert, recurse=False)
 
 
 # ---- optimi's state dicts ------------------------------------------------------------------------

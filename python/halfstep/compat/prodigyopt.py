@@ -8,11 +8,13 @@ optimizer = Prodigy(
 
 from __future__ import annotations
 
+from typing import Any, Callable, Dict, Optional, Tuple
+
 import torch
 
 from .._states import foreign
 from .._tensors import sharding
-from ..optimizer import Optimizer
+from ..optimizer import Optimizer, Params
 from ._arguments import arguments
 
 __all__ = ["Prodigy"]
@@ -38,22 +40,22 @@ class Prodigy(Optimizer):
 
     def __init__(
         self,
-        params,
-        lr=1.0,
-        betas=(0.9, 0.999),
-        beta3=None,
-        eps=1e-8,
-        weight_decay=0,
-        decouple=True,
-        use_bias_correction=False,
-        safeguard_warmup=False,
-        d0=1e-6,
-        d_coef=1.0,
-        growth_rate=float("inf"),
-        fsdp_in_use=False,
-        slice_p=1,
-        **options,
-    ):
+        params: Params,
+        lr: float = 1.0,
+        betas: Tuple[float, float] = (0.9, 0.999),
+        beta3: Optional[float] = None,
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        decouple: bool = True,
+        use_bias_correction: bool = False,
+        safeguard_warmup: bool = False,
+        d0: float = 1e-6,
+        d_coef: float = 1.0,
+        growth_rate: float = float("inf"),
+        fsdp_in_use: bool = False,
+        slice_p: int = 1,
+        **options: Any,
+    ) -> None:
         if not 0.0 < d0:
             raise ValueError(f"Invalid d0 value: {d0}")
         if not isinstance(lr, torch.Tensor) and not 0.0 < lr:
@@ -65,13 +67,13 @@ class Prodigy(Optimizer):
         options.setdefault("decay", group.pop("decay"))
         super().__init__(params, group, **options)
 
-    def add_param_group(self, param_group):
+    def add_param_group(self, param_group: Dict[str, Any]) -> None:
         """Adds a group as in torch. Its options may have the package's names."""
         if isinstance(param_group, dict):
             param_group = foreign.prodigyopt_group(param_group, self.defaults)
         super().add_param_group(param_group)
 
-    def step(self, closure=None):
+    def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:
         """Makes one step. Raises RuntimeError if groups of one `d_group` have different learning
         rates, because their estimate has one. A learning rate of 0 leaves a group out."""
         shared = {}

@@ -22,6 +22,7 @@ its files. The interface is the same otherwise, with these differences:
 """
 
 import numbers
+from typing import Any, Callable, Dict, List, Optional, Tuple, Type
 
 import torch
 
@@ -29,7 +30,7 @@ from .._library import abi
 from .._settings.options import Options
 from .._tensors import devices
 from ..offload import CPUOffload
-from ..optimizer import Optimizer
+from ..optimizer import Optimizer, Params
 from ..rules import classes
 from ._arguments import arguments
 
@@ -55,15 +56,15 @@ class _LowBit(Optimizer):
 
     def __init__(
         self,
-        params,
-        lr=1e-3,
-        betas=(0.9, 0.999),
-        eps=1e-8,
-        weight_decay=0,
-        amsgrad=False,
+        params: Params,
+        lr: float = 1e-3,
+        betas: Tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
         *,
-        block_size=256,
-        bf16_stochastic_round=False,
+        block_size: Optional[int] = 256,
+        bf16_stochastic_round: bool = False,
     ) -> None:
         defaults = arguments(locals(), "block_size", "bf16_stochastic_round")
         if block_size is not None:
@@ -86,23 +87,23 @@ class _LowBit(Optimizer):
         super().__init__(params, defaults, weights=weights, states=self._states)
 
     @property
-    def is_adamw(self):
+    def is_adamw(self) -> bool:
         """True if weight decay is decoupled."""
         return self.rule == "adamw"
 
     @property
-    def bf16_stochastic_round(self):
+    def bf16_stochastic_round(self) -> bool:
         """True if BF16 parameters are rounded stochastically. May be set; single groups set
         `weights`."""
         return self.defaults["weights"] == "bf16-sr"
 
     @bf16_stochastic_round.setter
-    def bf16_stochastic_round(self, value):
+    def bf16_stochastic_round(self, value: bool) -> None:
         self.defaults["weights"] = "bf16-sr" if value else "bf16"
         for group in self.param_groups:
             group["weights"] = self.defaults["weights"]
 
-    def add_param_group(self, param_group):
+    def add_param_group(self, param_group: Dict[str, Any]) -> None:
         """Adds a group as torch's optimizers do. Its lr becomes a tensor."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -124,15 +125,15 @@ class _LowBitW(_LowBit):
 
     def __init__(
         self,
-        params,
-        lr=1e-3,
-        betas=(0.9, 0.999),
-        eps=1e-8,
-        weight_decay=1e-2,
-        amsgrad=False,
+        params: Params,
+        lr: float = 1e-3,
+        betas: Tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
         *,
-        block_size=256,
-        bf16_stochastic_round=False,
+        block_size: Optional[int] = 256,
+        bf16_stochastic_round: bool = False,
     ) -> None:
         super().__init__(params, **arguments(locals()))
 
@@ -150,15 +151,15 @@ class Adam4bit(_LowBit):
 
     def __init__(
         self,
-        params,
-        lr=1e-3,
-        betas=(0.9, 0.999),
-        eps=1e-8,
-        weight_decay=0,
-        amsgrad=False,
+        params: Params,
+        lr: float = 1e-3,
+        betas: Tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
         *,
-        block_size=128,
-        bf16_stochastic_round=False,
+        block_size: Optional[int] = 128,
+        bf16_stochastic_round: bool = False,
     ) -> None:
         super().__init__(params, **arguments(locals()))
 
@@ -182,15 +183,15 @@ class AdamW4bit(_LowBitW):
 
     def __init__(
         self,
-        params,
-        lr=1e-3,
-        betas=(0.9, 0.999),
-        eps=1e-8,
-        weight_decay=1e-2,
-        amsgrad=False,
+        params: Params,
+        lr: float = 1e-3,
+        betas: Tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
         *,
-        block_size=128,
-        bf16_stochastic_round=False,
+        block_size: Optional[int] = 128,
+        bf16_stochastic_round: bool = False,
     ) -> None:
         super().__init__(params, **arguments(locals()))
 
@@ -254,12 +255,12 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params,
-        optimizer_class=torch.optim.AdamW,
+        params: Params,
+        optimizer_class: Type[torch.optim.Optimizer] = torch.optim.AdamW,
         *,
-        offload_gradients=False,
-        minimal_size=4096,
-        **kwargs,
+        offload_gradients: bool = False,
+        minimal_size: int = 4096,
+        **kwargs: Any,
     ) -> None:
         if optimizer_class is torch.optim.AdamW:
             kwargs.setdefault("fused", True)
@@ -304,28 +305,28 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         return getattr(self.optimizer, name)
 
     @property
-    def param_groups(self):
+    def param_groups(self) -> List[Dict[str, Any]]:
         """The groups of the optimizer that does the work."""
         return self.optimizer.param_groups
 
     @property
-    def state(self):
+    def state(self) -> Any:
         """The state of the optimizer that does the work."""
         return self.optimizer.state
 
-    def add_param_group(self, param_group):
+    def add_param_group(self, param_group: Dict[str, Any]) -> None:
         self.optimizer.add_param_group(param_group)
 
-    def step(self, closure=None):
+    def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:
         return self.optimizer.step(closure)
 
-    def zero_grad(self, set_to_none=True):
+    def zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none)
 
-    def state_dict(self):
+    def state_dict(self) -> Dict[str, Any]:
         return self.optimizer.state_dict()
 
-    def load_state_dict(self, state_dict):
+    def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state_dict)
 
     def __getstate__(self):

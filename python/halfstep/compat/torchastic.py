@@ -20,11 +20,14 @@ Where the arithmetic differs:
   also subtracts the mean of vectors, and sets scalars to zero.
 """
 
+from typing import Any, List, Tuple
+
+import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .._settings.options import Options
 from ..accumulate import GradientAccumulator, complain
-from ..optimizer import Optimizer
+from ..optimizer import Optimizer, Params
 from ._arguments import arguments
 
 __all__ = ["Compass", "RMSProp", "AdamW", "LPFAdamW", "StochasticAccumulator"]
@@ -65,14 +68,14 @@ class Compass(_Stochastic):
 
     def __init__(
         self,
-        params,
-        lr=1e-3,
-        betas=(0.99, 0.999),
-        amp_fac=5,
-        eps=1e-8,
-        weight_decay=0,
-        centralization=0,
-    ):
+        params: Params,
+        lr: float = 1e-3,
+        betas: Tuple[float, float] = (0.99, 0.999),
+        amp_fac: float = 5,
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        centralization: float = 0,
+    ) -> None:
         super().__init__(params, {**arguments(locals()), "published": False})
 
 
@@ -84,14 +87,14 @@ class LPFAdamW(_Stochastic):
 
     def __init__(
         self,
-        params,
-        lr=1e-3,
-        betas=(0.9, 0.9, 0.999),
-        amp_fac=2,
-        eps=1e-8,
-        weight_decay=0,
-        centralization=0,
-    ):
+        params: Params,
+        lr: float = 1e-3,
+        betas: Tuple[float, float, float] = (0.9, 0.9, 0.999),
+        amp_fac: float = 2,
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        centralization: float = 0,
+    ) -> None:
         super().__init__(params, {**arguments(locals()), "published": True})
 
 
@@ -101,8 +104,14 @@ class AdamW(_Stochastic):
     rule = "adamw"
 
     def __init__(
-        self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0, centralization=0
-    ):
+        self,
+        params: Params,
+        lr: float = 1e-3,
+        betas: Tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        centralization: float = 0,
+    ) -> None:
         super().__init__(params, arguments(locals()))
 
 
@@ -112,7 +121,15 @@ class RMSProp(_Stochastic):
     rule = "rmsprop"
     _state_names = {"ema_squared": "square_avg"}
 
-    def __init__(self, params, lr=1e-3, beta=0.999, eps=1e-8, weight_decay=0, centralization=0):
+    def __init__(
+        self,
+        params: Params,
+        lr: float = 1e-3,
+        beta: float = 0.999,
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        centralization: float = 0,
+    ) -> None:
         super().__init__(params, arguments(locals()))
 
     class _options(_Stochastic._options):
@@ -145,7 +162,7 @@ class StochasticAccumulator:
     missing = "error"
 
     @staticmethod
-    def stochastic_grad_accum(p):
+    def stochastic_grad_accum(p: torch.Tensor) -> None:
         """Moves p.grad into the parameter's sum. The hooks do this."""
         if p not in _accumulators:
             _accumulators[p] = GradientAccumulator([p], seed=StochasticAccumulator.seed), 0
@@ -153,7 +170,7 @@ class StochasticAccumulator:
         accumulator._take(index, p)
 
     @staticmethod
-    def reassign_grad_buffer(model):
+    def reassign_grad_buffer(model: torch.nn.Module) -> None:
         """Hands the sums back as the gradients of the model's parameters. If a gradient is missing,
         nothing changes."""
         ours, without = {}, []
@@ -181,7 +198,7 @@ class StochasticAccumulator:
             accumulator._hand_back(indices)
 
     @staticmethod
-    def assign_hooks(model):
+    def assign_hooks(model: torch.nn.Module) -> List[Any]:
         """Puts a hook on each parameter that requires a gradient; those that have one keep it.
         Returns their handles."""
         trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]

@@ -9,16 +9,18 @@ optimizer = Adafactor(
 from __future__ import annotations
 
 import math
+from typing import Any, Dict, Optional, Tuple
 
+from .. import classes
 from .._library import abi
 from .._states import foreign
-from ..rules import classes
+from ..optimizer import Params
 from ._arguments import arguments
 
 __all__ = ["Adafactor"]
 
 
-class Adafactor(classes["Adafactor"]):
+class Adafactor(classes.Adafactor):
     """Adafactor as in the paper. The learning rate is given, or follows from the number of updates.
 
     A group may be given with transformers' names. It keeps halfstep's names `d` and `beta2_decay`.
@@ -35,18 +37,18 @@ class Adafactor(classes["Adafactor"]):
 
     def __init__(
         self,
-        params,
-        lr=None,
-        eps=(1e-30, 1e-3),
-        clip_threshold=1.0,
-        decay_rate=-0.8,
-        beta1=None,
-        weight_decay=0.0,
-        scale_parameter=True,
-        relative_step=True,
-        warmup_init=False,
-        **options,
-    ):
+        params: Params,
+        lr: Optional[float] = None,
+        eps: Tuple[float, float] = (1e-30, 1e-3),
+        clip_threshold: float = 1.0,
+        decay_rate: float = -0.8,
+        beta1: Optional[float] = None,
+        weight_decay: float = 0.0,
+        scale_parameter: bool = True,
+        relative_step: bool = True,
+        warmup_init: bool = False,
+        **options: Any,
+    ) -> None:
         if lr is not None and relative_step:
             raise ValueError("Cannot combine manual `lr` and `relative_step=True` options")
         if warmup_init and not relative_step:
@@ -56,7 +58,7 @@ class Adafactor(classes["Adafactor"]):
         group = foreign.factored_group(abi.rules[self.rule], arguments(locals()))
         super().__init__(params, **{**group, "lr": lr}, **options)
 
-    def add_param_group(self, param_group):
+    def add_param_group(self, param_group: Dict[str, Any]) -> None:
         """Adds a group as in torch. Its options may have transformers' names."""
         if isinstance(param_group, dict):
             names = {"clip_threshold": "d", "decay_rate": "beta2_decay"}
@@ -65,7 +67,7 @@ class Adafactor(classes["Adafactor"]):
                 param_group["beta1"] = 0.0
         super().add_param_group(param_group)
 
-    class _options(classes["Adafactor"]._options):
+    class _options(classes.Adafactor._options):
         def hypers(self, group):
             if group.get("relative_step"):
                 group = {**group, "lr": abi.rules[self.rule].hypers["lr"].initial}

@@ -9,7 +9,7 @@ halfstep:
 
 from __future__ import annotations
 
-from typing import Any, Dict, Optional
+from typing import Any, Dict, List, Optional
 
 from ._text import read
 from .transformers import EMACallback, class_of, factory
@@ -56,7 +56,7 @@ class Plugin(BasePlugin):
     def get_input_args(self) -> Optional[str]:
         return f"{__name__}.Arguments"
 
-    def post_trainer_create(self, cfg, trainer):
+    def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
         given = [key for key in _RATES if getattr(trainer.args, key, None) is not None]
         if given:
             raise ValueError(
@@ -66,5 +66,5 @@ class Plugin(BasePlugin):
         options = {key: value for key, value in cfg.halfstep.items() if key != "ema"}
         trainer.optimizer_cls_and_kwargs = (factory, options)
 
-    def add_callbacks_post_trainer(self, cfg, trainer):
+    def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> List[Any]:
         return [EMACallback(**cfg.halfstep["ema"])] if cfg.halfstep.get("ema") else []

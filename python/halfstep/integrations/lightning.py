@@ -7,6 +7,7 @@ trainer = lightning.Trainer(..., callbacks=[EMACallback(decay=0.999)])
 from __future__ import annotations
 
 import functools
+from typing import Any, Dict
 
 import torch
 
@@ -37,19 +38,19 @@ class EMACallback(Callback):
     decay, options    those of halfstep.EMA, which is `ema` from the beginning of the training on
     """
 
-    def __init__(self, decay=0.999, **options):
+    def __init__(self, decay: float = 0.999, **options: Any) -> None:
         self.averages = Averages(decay, options)
         self._saved, self._step = None, 0
 
     ema = property(lambda self: self.averages.ema)
 
-    def state_dict(self):
+    def state_dict(self) -> Dict[str, Any]:
         return {} if self.ema is None else self.ema.state_dict()
 
-    def load_state_dict(self, state_dict):
+    def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
         self._saved = state_dict or None
 
-    def on_train_start(self, trainer, pl_module):
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.averages.begin(pl_module, [unwrapped(o) for o in trainer.optimizers], self._saved)
         self._saved, self._step = None, trainer.global_step
         if "save_checkpoint" not in vars(trainer):
@@ -70,7 +71,7 @@ class EMACallback(Callback):
 
         return call
 
-    def on_save_checkpoint(self, trainer, pl_module, checkpoint):
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Dict[str, Any]) -> None:
         if pl_module is not self.averages.model or not int(self.ema.n_averaged):
             return
         tensors = self.ema._tensors_of(pl_module, self.ema.use_buffers)
@@ -79,18 +80,20 @@ class EMACallback(Callback):
             checkpoint["state_dict"] = trainer.strategy.lightning_module_state_dict()
 
     @torch.no_grad()
-    def on_load_checkpoint(self, trainer, pl_module, checkpoint):
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Dict[str, Any]) -> None:
         if trainer.state.fn == "fit" and _TRAINED in checkpoint:
             tensors = {**dict(pl_module.named_parameters()), **dict(pl_module.named_buffers())}
             for name, trained in checkpoint[_TRAINED].items():
                 tensors[name].copy_(trained)
 
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if trainer.global_step != self._step:  # not within accumulation
             self._step = trainer.global_step
             self.averages.update()
 
-    def on_validation_start(self, trainer, pl_module):
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         saved, loaded = self._saved, trainer.state.fn != "fit" and trainer.ckpt_path
         if loaded:
             self._saved = None
@@ -103,11 +106,11 @@ class EMACallback(Callback):
             self.ema.load_state_dict(saved)
         self.averages.put_in()
 
-    def on_validation_end(self, trainer, pl_module):
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         self.averages.take_out()
 
     on_test_start = on_predict_start = on_validation_start
     on_test_end = on_predict_end = on_validation_end
 
-    def on_exception(self, trainer, pl_module, exception):
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self.averages.take_out()

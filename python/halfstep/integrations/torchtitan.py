@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Dict, List
 
+import torch
+
 from ..rules import class_and_options, classes, optimizer
 from ._text import read
 
@@ -41,7 +43,7 @@ class OptimizersContainer(titan.OptimizersContainer):
         options: Dict[str, Any] = field(default_factory=dict)
         """Options of all optimizers; `optimizer_kwargs` of a group stand above them."""
 
-    def __init__(self, config, *, model_parts):
+    def __init__(self, config: Any, *, model_parts: List[torch.nn.Module]) -> None:
         if config.implementation == "fused_opt_states_bf16":
             raise ValueError(
                 "halfstep: implementation='fused_opt_states_bf16' is for torch's Adam; leave it out"

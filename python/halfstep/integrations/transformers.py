@@ -15,15 +15,15 @@ import functools
 import math
 import os
 import sys
-from typing import Optional
+from typing import Any, Dict, Optional, Tuple, Type, Union
 
 import torch
 
 from .. import plan
 from .._settings.assignment import patterns_of
-from .._tensors.torch_private import warn
+from .._tensors.torch_public import warn
 from .._weights8 import savers
-from ..optimizer import unwrapped
+from ..optimizer import Optimizer, unwrapped
 from ..rules import class_and_options, classes
 from ._averages import Averages
 from ._text import read
@@ -49,8 +49,13 @@ _EVALUATING = ("evaluate", "predict", "evaluation_loop", "prediction_loop")
 
 
 def factory(
-    model=None, args=None, *, rule: str = "AdamW", clip_norm: Optional[float] = None, **options
-):
+    model: Optional[torch.nn.Module] = None,
+    args: Any = None,
+    *,
+    rule: str = "AdamW",
+    clip_norm: Optional[float] = None,
+    **options: Any,
+) -> Any:
     """Returns the optimizer of a model, with the groups that the `Trainer` makes for its own AdamW.
     Stands for the class in `optimizer_cls_and_kwargs`. Gives the parameters their names, and prints
     the plan of the memory.
@@ -99,7 +104,7 @@ def factory(
     return optimizer
 
 
-def class_of(rule):
+def class_of(rule: str) -> Tuple[Type[Optimizer], Dict[str, Any]]:
     """Returns the class of a rule or recipe, and what the recipe says of its options."""
     return (classes[rule], {}) if rule in classes else class_and_options(rule)
 
@@ -135,7 +140,7 @@ def _groups(model):
 
 
 @torch.no_grad()
-def load_averages(model, folder):
+def load_averages(model: torch.nn.Module, folder: Union[str, "os.PathLike[str]"]) -> Dict[str, Any]:
     """Writes the averages in a checkpoint of EMACallback into a model, for good, and returns their
     state_dict(). A checkpoint's score is that of its averages; its model is the weights that train.
 
@@ -177,19 +182,27 @@ class EMACallback(TrainerCallback, ExportableState):
                       of averages; `load_averages(model, folder)` loads those of a checkpoint
     """
 
-    def __init__(self, decay=0.999, **options):
+    def __init__(self, decay: float = 0.999, **options: Any) -> None:
         self.averages = Averages(decay, options)
         self.folder = None
 
     ema = property(lambda self: self.averages.ema)
 
-    def state(self):
+    def state(self) -> Any:
         """Returns what a checkpoint tells of this callback: where it lies."""
         averages = self.averages
         args = {"decay": averages.decay, **averages.options}
         return {"args": args, "attributes": {"folder": self.folder}}
 
-    def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+    def on_train_begin(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        model: Optional[torch.nn.Module] = None,
+        optimizer: Optional[torch.optim.Optimizer] = None,
+        **kwargs: Any,
+    ) -> None:
         saved = None
         if state.global_step:
             told = state.stateful_callbacks.get(type(self).__name__) or {}
@@ -230,16 +243,23 @@ class EMACallback(TrainerCallback, ExportableState):
 
         return call
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.averages.update()
         self.folder = self._folder(args, state)
 
-    def on_evaluate(self, args, state, control, **kwargs):
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.averages.take_out()
 
     on_predict = on_evaluate
 
-    def on_train_end(self, args, state, control, model=None, **kwargs):
+    def on_train_end(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        model: Optional[torch.nn.Module] = None,
+        **kwargs: Any,
+    ) -> None:
         best = state.best_model_checkpoint
         if best is not None and args.load_best_model_at_end:
             self.ema.load_state_dict(load_averages(model, best))
@@ -250,7 +270,7 @@ class EMACallback(TrainerCallback, ExportableState):
                 " halfstep.integrations.transformers.load_averages(model, folder)"
             )
 
-    def on_save(self, args, state, control, **kwargs):
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if args.should_save:
             torch.save(self.ema.state_dict(), os.path.join(self._folder(args, state), _FILE))
 

@@ -12,6 +12,9 @@ from __future__ import annotations
 
 import json
 import re
+from typing import Any, Dict, Optional
+
+import torch
 
 try:
     from swift.callbacks import callbacks_map
@@ -26,7 +29,7 @@ from halfstep.integrations.transformers import factory
 __all__ = ["Optimizer", "ema", "options"]
 
 
-def options(text):
+def options(text: Optional[str]) -> Dict[str, Any]:
     """Returns the options in the text of `--optim_args`: `states=int8,betas=(0.9,0.99)`, or a JSON
     object, which is how swift passes on a mapping of its YAML file. Values stay text."""
     if (text or "").lstrip().startswith("{"):
@@ -52,7 +55,7 @@ def options(text):
 class Optimizer(OptimizerCallback):
     """Makes the optimizer of swift's trainer by halfstep.integrations.transformers.factory."""
 
-    def create_optimizer(self, model=None):
+    def create_optimizer(self, model: Optional[torch.nn.Module] = None) -> torch.optim.Optimizer:
         for name in ("vit_lr", "aligner_lr"):
             if getattr(self.args, name, None) is not None:
                 raise ValueError(
@@ -64,7 +67,7 @@ class Optimizer(OptimizerCallback):
         return factory(self.trainer.model if model is None else model, self.args, **given)
 
 
-def ema(args, trainer):
+def ema(args: Any, trainer: Any) -> Any:
     """Returns the callback that averages weights; `ema_decay` of `--optim_args` is its decay."""
     from halfstep.integrations.transformers import EMACallback
 

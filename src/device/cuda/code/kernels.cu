@@ -28,7 +28,7 @@
 
 /* ---- What a pass sees ----
  *
- * A thread has at most 512 bytes of memory of its own (tests/cuda_ptx_test.sh), because a driver reserves that for
+ * A thread has at most 512 bytes of memory of its own (tests/cuda/cuda_ptx_test.sh), because a driver reserves that for
  * every thread that a GPU can hold. A lane therefore keeps the stored bytes of one slot at a time, and reads those that
  * it needs again. What all lanes of a warp share lies in shared memory. */
 

@@ -1,6 +1,0 @@
-/* Runs the fuzz target's corpus and seeded rounds as a test. --short runs fewer, --all four times as many. */
-#include "common/args/args.h"
-
-#include "../fuzz/fuzz_arguments.c"
-
-int main(int argc, char **argv) { return fuzz_main(argc, argv, 1500, 20000); }

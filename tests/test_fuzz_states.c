@@ -1,6 +1,0 @@
-/* Runs the fuzz target's corpus and seeded rounds as a test. --short runs fewer, --all four times as many. */
-#include "halfstep.h"
-
-#include "../fuzz/fuzz_states.c"
-
-int main(int argc, char **argv) { return fuzz_main(argc, argv, 800, 4000); }
