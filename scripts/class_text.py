@@ -13,7 +13,7 @@ import textwrap
 from halfstep import rules
 from halfstep._library import abi
 from halfstep._settings.assignment import ADAMW_NAMES
-from halfstep.rules import COMMON
+from halfstep._settings.groups import COMMON
 
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
 PATH = os.path.join("python", "halfstep", "classes.py")

@@ -13,6 +13,7 @@ import torch
 
 from ._library import abi
 from ._settings import assignment
+from ._settings.groups import COMMON, OWN
 from ._settings.options import Options, sequence
 from ._states import layout
 from ._states.watch import version
@@ -22,10 +23,6 @@ from .optimizer import Optimizer, Params, split_pairs
 
 #: class name -> class; classes.py adds its classes
 classes: Dict[str, Type[Optimizer]] = {}
-#: common options that come from the table; Optimizer's docstring describes them beside its own
-COMMON = ("maximize", "centralize", "cautious")
-#: keywords of Optimizer itself that are options of a group
-_FORMATS = ("weights", "states", "decay", "reference_lr")
 _IN_EVAL = "its weights are the averages to evaluate with, after eval(): call train() before"
 
 
@@ -54,7 +51,7 @@ class _Muon(Optimizer):
         self._betas = defaults.pop("betas")
         adamw, names = defaults.pop("adamw"), defaults.pop("adamw_names")
         if adamw is not None:
-            known = {*_own_options("adamw"), *COMMON, *_FORMATS}
+            known = {*_own_options("adamw"), *COMMON, *OWN}
             self._adamw = {
                 "betas": self._betas,
                 "eps": defaults["adam_eps"],

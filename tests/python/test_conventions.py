@@ -36,7 +36,7 @@ from torch.nn import Parameter
 
 import halfstep
 from halfstep._library import abi
-from halfstep.rules import COMMON
+from halfstep._settings.groups import COMMON
 
 # ---- The classes ---------------------------------------------------------------------------------
 

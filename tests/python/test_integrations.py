@@ -309,7 +309,7 @@ def test_the_factory_takes_rules_and_says_what_is_missing(tmp_path, capsys):
 
 
 def test_plugins_take_text(tmp_path, monkeypatch):
-    """The modules of ms-swift and axolotl have stand-ins here; tests/trainers tries the packages."""
+    """Modules of ms-swift and axolotl have stand-ins here; tests/trainers tries the packages."""
     stand_ins = {name: types.ModuleType(name) for name in STAND_INS}
     for name, module in stand_ins.items():
         vars(module).update(STAND_INS[name])

@@ -16,6 +16,7 @@ import pytest
 
 import halfstep
 from halfstep import classes, rules
+from halfstep._settings.groups import COMMON
 from halfstep.optimizer import Optimizer
 
 ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), os.pardir, os.pardir))
@@ -156,7 +157,7 @@ def test_options_have_the_types_of_the_base():
         assert (taken.name, taken.default) == ("params", inspect.Parameter.empty)
         assert inspect.signature(cls).return_annotation is None
         assert common.keys() <= {p.name for p in signature}
-        assert {*rules.COMMON} - {"cautious"} <= {p.name for p in signature}
+        assert {*COMMON} - {"cautious"} <= {p.name for p in signature}
         for p in signature:
             assert p.annotation is not inspect.Parameter.empty, (name, p.name)
             assert p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY), (name, p.name)

@@ -3,8 +3,8 @@ include/halfstep.h declares them. Also its tables of rules, formats and hyper-pa
 data. Nothing here needs torch. This file is longer than 500 lines because structures and tables
 have a line for each field.
 
-The shared library lies in the folder of the package. The environment variable HALFSTEP_LIBRARY names another
-one to load instead.
+The shared library lies in the folder of the package. The environment variable HALFSTEP_LIBRARY
+names another one to load instead.
 """
 
 from __future__ import annotations

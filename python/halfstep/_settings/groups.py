@@ -11,6 +11,10 @@ from .._tensors import sharding
 from .._tensors.parameters import could_be_packed, is_packed_format
 from .._tensors.torch_public import warn_once
 
+#: options of all groups that come from the library's table; Optimizer's docstring describes them
+COMMON = ("maximize", "centralize", "cautious")
+#: options of all groups that are keywords of Optimizer itself
+OWN = ("weights", "states", "decay", "reference_lr")
 #: keys of a group that hold counts of the optimizer, always there and always current
 TOLD = ("group_steps", "skipped_steps", "last_norm")
 #: keys of groups that are no options: those of torch, of its schedulers, and of this package

@@ -6,7 +6,7 @@ import torch
 
 from .._library import abi, calls
 from .._settings import naming
-from .._settings.groups import TOLD, check_told
+from .._settings.groups import COMMON, OWN, TOLD, check_told
 from .._tensors import matrices, sharding
 from .._tensors.parameters import described
 from . import convert, layout
@@ -14,15 +14,11 @@ from .handles import check_seed
 
 #: group keys that only this package has
 OURS = (
-    "weights",
-    "states",
-    "decay",
-    "reference_lr",
+    *OWN,
+    *(name for name in COMMON if name != "maximize"),  # torch's too
     "first_lr",
     "seed",
     "generator",
-    "centralize",
-    "cautious",
     "matrix",
     "heads",
     "split",
