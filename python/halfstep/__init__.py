@@ -18,6 +18,7 @@ from .classes import RMSProp as RMSprop  # torch's spelling
 from .classes import ScheduleFree as ScheduleFreeAdamW
 from .classes import __all__ as _classes
 from .ema import EMA
+from .fit import fit
 from .full_precision import full_precision_state_dict
 from .offload import CPUOffload
 from .optimizer import Optimizer, name_parameters
@@ -32,6 +33,7 @@ __all__ = [
     "optimizer",
     "name_parameters",
     "plan",
+    "fit",
     "EMA",
     "GradientAccumulator",
     "CPUOffload",

@@ -12,8 +12,10 @@ import sys
 import torch
 
 from . import __version__
+from ._forecast.models import model_of
 from ._library import abi
 from ._library.abi import lib
+from .fit import fit
 from .plan import plan
 from .rules import classes
 
@@ -129,6 +131,25 @@ def show_plan(given):
     return 0
 
 
+def show_fit(given):
+    model, step = model_of(given.model, given.sequence, given.checkpointing, given.lora)
+    found = fit(
+        model,
+        step,
+        given.memory,
+        recipes=given.recipes.split(",") if given.recipes else None,
+        batch=int(given.batch) if given.batch.isdecimal() else given.batch,
+        ranks=given.ranks,
+        device=given.device,
+        title=f"{type(model).__name__} of {given.sequence} tokens",
+    )
+    if given.html:
+        with open(given.html, "w", encoding="utf-8") as file:
+            file.write(found.html())
+    print(found.json() if given.json else found)
+    return 0
+
+
 def _numbers(shape, seed):
     """Returns numbers between -2 and 2 that depend on shape and seed only. They are made from
     integers, because torch.randn() does not promise the same numbers on every machine."""
@@ -226,6 +247,18 @@ def main(arguments=None):
         action="store_true",
         help="states are in a file: what it takes of the disk, and of each step",
     )
+    one = command("fit", show_fit, "say whether a model of transformers trains on a device")
+    one.add_argument("model", help="its folder or config.json; weights are not needed")
+    one.add_argument("--memory", help="memory of the device; 24G is 24 * 2^30 bytes")
+    one.add_argument("--batch", default="1", help="sequences of a step; max: the most that fit")
+    one.add_argument("--sequence", type=int, default=1024, help="tokens of a sequence (1024)")
+    one.add_argument("--checkpointing", action="store_true", help="activations are computed again")
+    one.add_argument("--lora", type=int, metavar="RANK", help="only adapters of PEFT train")
+    one.add_argument("--recipes", help="only these recipes, separated by commas")
+    one.add_argument("--ranks", type=int, default=1, help="GPUs that fully_shard() spreads over")
+    one.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    one.add_argument("--json", action="store_true", help="print JSON")
+    one.add_argument("--html", metavar="FILE", help="write a page, too")
     about = "check that every instruction set of this machine computes the expected bits"
     command("verify", verify, about)
     given = parser.parse_args(arguments)

@@ -87,6 +87,8 @@ class PlanRow:
     written: int = 0
     #: of `host`: the results of steps in advance (overlap=)
     ahead: int = 0
+    #: memory for matrices during a step, which is not in `total`
+    workspace: int = 0
 
 
 class Plan:
@@ -449,7 +451,8 @@ def plan(
     others. Parameters with requires_grad=False are counted as they are. Nothing is allocated, so
     the model may be on the meta device. Options that change which states exist have their defaults:
     SGD is without momentum, matrices are not cut by heads= or split=. The workspace of Muon,
-    Adafactor and CAME is not counted; it fits their largest matrix.
+    Adafactor and CAME is not in the total; it fits their largest matrix. halfstep.fit() adds what a
+    step of the model takes: activations, temporaries, and gradients by when they die.
 
     model_or_shapes: a module, a dict of shapes by name, or (name, shape) pairs; a tensor may stand
         for its shape.
@@ -542,7 +545,16 @@ def plan(
         weights, extras, states = sums.weights, sums.weight_extras, sums.states
         if device_memory is not None:
             one = PlanRow(
-                recipe, gradient, weights, extras, sums.gradients, states, frozen, 0, False
+                recipe,
+                gradient,
+                weights,
+                extras,
+                sums.gradients,
+                states,
+                frozen,
+                0,
+                False,
+                workspace=sums.workspace,
             )
             found = _ways(one, sums, limit, bus, host, device, not rule.totals)
             if streamed:  # as with StateStreaming
@@ -588,6 +600,7 @@ def plan(
                 read=read,
                 written=written,
                 ahead=ahead,
+                workspace=sums.workspace,
             )
         )
     if device_memory is None or not isinstance(recipes, str):
@@ -618,7 +631,7 @@ def _ways(row, sums, limit, bus, host, device, released):
     there, streamed = touched / device, max(kept / bus, touched / device)
     out = []
 
-    def add(way, gradients, extras, states, host, seconds):
+    def add(way, gradients, extras, states, host, seconds, copied):
         total = row.weights + extras + gradients + states + row.frozen
         out.append(
             replace(
@@ -632,6 +645,7 @@ def _ways(row, sums, limit, bus, host, device, released):
                 fits=total <= limit,
                 seconds=seconds,
                 hidden="release" in way,
+                copied=copied,
             )
         )
 
@@ -639,13 +653,13 @@ def _ways(row, sums, limit, bus, host, device, released):
     for release in (False, True)[: 1 + released]:
         gradients = sums.largest_gradient if release else row.gradients
         option = ", gradient_release" if release else ""
-        add("GPU" + option, gradients, row.extras, row.states, 0, there)
-        add("StateStreaming" + option, gradients, 0, buffers, kept, streamed)
+        add("GPU" + option, gradients, row.extras, row.states, 0, there, 0)
+        add("StateStreaming" + option, gradients, 0, buffers, kept, streamed, 2 * kept)
         offloaded = touched / host + row.weights / bus
         if release:
             offloaded = max(touched / host, copies / bus)
-        add("CPUOffload" + option, gradients, 0, 0, kept + copies, offloaded)
+        add("CPUOffload" + option, gradients, 0, 0, kept + copies, offloaded, copies)
         if not release:
             way = "CPUOffload, offload_gradients"
-            add(way, sums.largest_gradient, 0, 0, kept + copies, offloaded)
+            add(way, sums.largest_gradient, 0, 0, kept + copies, offloaded, copies)
     return out

@@ -30,14 +30,20 @@ def loss_of(given):
 
 def test_7b_on_24gb(given):
     before = given["model"].model.layers[0].mlp.up_proj.weight.detach().clone()
-    code, *_ = code_of("guides/7b-on-24gb.md")
+    _, code, *_ = code_of("guides/7b-on-24gb.md")
     exec(compile(code, "7b-on-24gb.md", "exec"), given)
     after = given["model"].model.layers[0].mlp.up_proj.weight
     assert given["optimizer"].param_groups[0]["group_steps"] == 3
     assert after.grad is None and not torch.equal(before, after)
 
 
-@pytest.mark.parametrize("block", [1, 2])
+def test_fit_of_7b_on_24gb(capsys):
+    given = {"Model": lambda: torch.nn.Embedding(64, 64)}
+    exec(compile(code_of("guides/7b-on-24gb.md")[0], "7b-on-24gb.md", "exec"), given)
+    assert "ways fit into 24.00 GiB" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("block", [2, 3])
 def test_other_ways_of_7b_on_24gb(given, block):
     import halfstep
 

@@ -23,6 +23,7 @@ TEXT = FILE.read_text(encoding="utf-8")
 #: names that are private in form, and not torch's: whose they are
 OTHERS = {
     "_fields": "collections.namedtuple",
+    "_from_config": "transformers",
     "_foreach_": "the schema of torch's operators",
     "_getframe": "sys",
     "_gradient_release_hooks": "optimi",

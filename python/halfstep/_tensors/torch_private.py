@@ -330,6 +330,46 @@ INDEX = {
 }
 
 
+# ---- Steps without memory ------------------------------------------------------------------------
+
+# `FakeTensorMode`, `DataDependentOutputException`, `DynamicOutputShapeException`,
+# `UnsupportedFakeTensorException` and `UnsupportedOperatorException` in
+# torch/_subclasses/fake_tensor.py since 2.1, `TorchDispatchMode` in
+# torch/utils/_python_dispatch.py since 2.1. Without them halfstep.fit() raises RuntimeError, and
+# nothing else is lost.
+try:
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        FakeTensorMode,
+        UnsupportedFakeTensorException,
+        UnsupportedOperatorException,
+    )
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    #: what torch raises where a step asks for the value of a tensor without memory. It raises
+    #: UnsupportedOperatorException for an operator of others that knows no such tensors
+    NO_VALUE = (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        UnsupportedFakeTensorException,
+    )
+except ImportError:
+    FakeTensorMode, TorchDispatchMode, NO_VALUE = None, object, ()  # type: ignore[assignment, misc]
+    UnsupportedOperatorException = ()  # type: ignore[assignment, misc]
+
+
+def has_blocks(dtype):
+    """Returns True if convolutions of a dtype run in oneDNN on this processor.
+    `_is_mkldnn_bf16_supported` and `_is_mkldnn_fp16_supported` in torch/_inductor/utils.py
+    since 2.13. Without them only those of fp32 do."""
+    if dtype == torch.bfloat16:
+        return getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", bool)()
+    if dtype == torch.float16:
+        return getattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", bool)()
+    return True
+
+
 # ---- Names that torch asks of objects of this package --------------------------------------------
 
 #: the name of a class's own method or property -> the files that have it.
