@@ -1,6 +1,6 @@
-/* A disk that fails, and the sources of halfstep_io over it. System calls and allocations fail, and losses of power are
- * simulated: the sources are compiled into the test, with the calls that can fail replaced, so that every one of them can
- * fail there once. A scratch folder, files and texts for the tests of it. */
+/* A disk that fails, and the sources of halfstep_io over it. System calls and allocations fail, and losses of power
+ * are simulated: the sources are compiled into the test, with the calls that can fail replaced, so that every one of
+ * them can fail there once. A scratch folder, files and texts for the tests of it. */
 #ifndef HALFSTEP_TESTS_DISK_H
 #define HALFSTEP_TESTS_DISK_H
 #ifndef HALFSTEP_ADVANCED

@@ -1,4 +1,4 @@
-/* Lines of the program, and what they must answer: a failure is a status and one sentence, and leaves no file behind. */
+/* Lines of the program, and what they must answer: a failure is a status and one sentence, and leaves no file. */
 #ifndef HALFSTEP_TESTS_ANSWERS_H
 #define HALFSTEP_TESTS_ANSWERS_H
 

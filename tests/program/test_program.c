@@ -1,5 +1,5 @@
-/* Runs the program in this process and checks its answers to words, folders and checkpoints of every kind. Over 500 lines
- * because its tables are most of it. */
+/* Runs the program in this process and checks its answers to words, folders and checkpoints of every kind. Over 500
+ * lines because its tables are most of it. */
 #define HALFSTEP_ADVANCED
 #include "answers.h"
 #include "common/args/args.h"

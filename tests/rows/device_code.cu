@@ -1,5 +1,5 @@
-/* For tests/cuda/device_code_test.sh: compiles every rule, every format, random words, exact sums and prepare functions as
- * device code. The scalar vocabulary stands in for a device's own. Nothing is run. */
+/* For tests/cuda/device_code_test.sh: compiles every rule, every format, random words, exact sums and prepare
+ * functions as device code. The scalar vocabulary stands in for a device's own. Nothing is run. */
 #include <math.h>
 #include <stdint.h>
 #include <string.h>

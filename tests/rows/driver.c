@@ -1,6 +1,6 @@
-/* For tests/house/new_rows_test.sh: tests the formats named on the command line, in the library it is linked with. Written
- * values must be read back within the bound of linear codes. Steps must leave the same bytes on every instruction set.
- * Every scale must have one byte. Prints a line for each format; returns 0 if all hold. */
+/* For tests/house/new_rows_test.sh: tests the formats named on the command line, in the library it is linked with.
+ * Written values must be read back within the bound of linear codes. Steps must leave the same bytes on every
+ * instruction set. Every scale must have one byte. Prints a line for each format; returns 0 if all hold. */
 #define HALFSTEP_ADVANCED
 #include <math.h>
 #include <stdio.h>

@@ -1,5 +1,5 @@
-/* For tests/house/new_rows_test.sh: a rule in the manner of Prodigy (Mishchenko and Defazio 2023). Its step is estimated from
- * sums over all tensors:
+/* For tests/house/new_rows_test.sh: a rule in the manner of Prodigy (Mishchenko and Defazio 2023). Its step is
+ * estimated from sums over all tensors:
  *
  *   a = sum of g (x0 - w), b = sum of |g|, over all tensors;  D = max(D, a / b), from 1e-3;  d = lr D sign(g) + decay w
  *

@@ -1,5 +1,5 @@
-/* For tests/house/new_rows_test.sh: a rule in the manner of CAME (Luo et al. 2023). It has six states, two pairs of vectors
- * and a norm between them:
+/* For tests/house/new_rows_test.sh: a rule in the manner of CAME (Luo et al. 2023). It has six states, two pairs of
+ * vectors and a norm between them:
  *
  *   matrices: r = b2 r + (1 - b2) mean over columns of (g^2 + e), c likewise over rows, v = r c' / mean(r)
  *

@@ -1,6 +1,6 @@
-/* For tests/house/new_rows_test.sh: checks the promised cases with a library that has more rows. Usage: golden LIST NAME...
- * Every line of LIST must still be a case, and one in 61 of them must still have its hash. Each NAME, a new rule or
- * format, must have cases of its own. Returns 0 if all hold. */
+/* For tests/house/new_rows_test.sh: checks the promised cases with a library that has more rows. Usage: golden LIST
+ * NAME... Every line of LIST must still be a case, and one in 61 of them must still have its hash. Each NAME, a new
+ * rule or format, must have cases of its own. Returns 0 if all hold. */
 #include <tools/cli/verify/golden.c>
 
 /* Returns the case of a line, or NULL. */

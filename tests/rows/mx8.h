@@ -1,5 +1,5 @@
-/* A format for tests/house/new_rows_test.sh: linear 8-bit codes in blocks of 32. The scale is a power of two in one byte
- * (F8_E8M0), as in the Microscaling formats. The error is below the scale, which is below 2 max |x| / 127. */
+/* A format for tests/house/new_rows_test.sh: linear 8-bit codes in blocks of 32. The scale is a power of two in one
+ * byte (F8_E8M0), as in the Microscaling formats. The error is below the scale, which is below 2 max |x| / 127. */
 #ifndef HSTEP_MX8_FORMAT_H
 #define HSTEP_MX8_FORMAT_H
 

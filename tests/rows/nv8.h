@@ -1,6 +1,6 @@
-/* A format for tests/house/new_rows_test.sh: linear 8-bit codes in blocks of 64. The scale has 3 bits after the leading one
- * in one byte (F8_E4M3), as in NVFP4. For states of about 2^-2 to 2^14. The error is below the scale, which is below
- * 1.2 max |x| / 127. */
+/* A format for tests/house/new_rows_test.sh: linear 8-bit codes in blocks of 64. The scale has 3 bits after the
+ * leading one in one byte (F8_E4M3), as in NVFP4. For states of about 2^-2 to 2^14. The error is below the scale,
+ * which is below 1.2 max |x| / 127. */
 #ifndef HSTEP_NV8_FORMAT_H
 #define HSTEP_NV8_FORMAT_H
 

@@ -1,6 +1,7 @@
-/* For tests/house/new_rows_test.sh: tests the rules "factored" and "estimate" in the library it is linked with against their
- * equations in double. Bits must be the same on every instruction set and with any number of threads. They must be the
- * same in one call as in parts, and after saving and loading. Prints a line for each; returns 0 if all hold. */
+/* For tests/house/new_rows_test.sh: tests the rules "factored" and "estimate" in the library it is linked with
+ * against their equations in double. Bits must be the same on every instruction set and with any number of threads.
+ * They must be the same in one call as in parts, and after saving and loading. Prints a line for each; returns 0 if
+ * all hold. */
 #define HALFSTEP_ADVANCED
 #include <math.h>
 #include <stdio.h>
