@@ -289,6 +289,12 @@ def test_the_factory_takes_rules_and_says_what_is_missing(tmp_path, capsys):
     assert opt.recipe(told["words"].weight).startswith("adamw")
     assert "\nmuon/f32/f32 " in capsys.readouterr().out
     assert factory(model, args, clip_norm=0.0, lr=0.5).param_groups[0]["lr"] == 0.5
+    capsys.readouterr()
+    factory(model, args, states="int4", fit="8")
+    said = capsys.readouterr().out
+    assert said.count("\nadamw/") == 2 and "CPUOffload" in said and "FlashAttention" in said
+    with pytest.raises(ValueError, match="fit= needs the TrainingArguments"):
+        factory(model, lr=1e-3, fit=8)
     copied = dataclasses.replace(args)
     with pytest.raises(ValueError, match="copied from others, whose max_grad_norm"):
         factory(model, copied)

@@ -1,5 +1,6 @@
 """Makes models of transformers without weights, and a training step of each."""
 
+import copy
 import os
 
 import torch
@@ -16,10 +17,12 @@ def _need(package):
 
 
 def model_of(path, sequence, checkpointing=False, lora=None):
-    """Returns a model on `meta` that a folder or a config.json describes, and step(model, batch).
-    Mixtures of experts compute all experts of a layer at once, because a trace cannot ask which
+    """Returns a model on `meta` that a folder, a config.json or a config describes, and step(model,
+    batch). Mixtures of experts compute all experts of a layer at once, because a trace cannot ask which
     are hit. Only adapters of PEFT train if `lora`, their rank, is given."""
-    if not os.path.isfile(os.path.join(path, "config.json") if os.path.isdir(path) else path):
+    if isinstance(path, (str, os.PathLike)) and not os.path.isfile(
+        os.path.join(path, "config.json") if os.path.isdir(path) else path
+    ):
         raise ValueError(
             f"{path!r} is neither a folder with a config.json nor such a file; fetch the model's"
             " config.json, whose weights are not needed"
@@ -43,7 +46,9 @@ def model_of(path, sequence, checkpointing=False, lora=None):
 
 
 def _made(transformers, path, **options):
-    config = transformers.AutoConfig.from_pretrained(path)
+    config = copy.deepcopy(path)  # transformers writes into it
+    if isinstance(path, (str, os.PathLike)):
+        config = transformers.AutoConfig.from_pretrained(path)
     names = [name for name in config.architectures or () if hasattr(transformers, name)]
     make = transformers.AutoModelForCausalLM.from_config
     if names:

@@ -19,7 +19,9 @@ from typing import Any, Dict, Optional, Tuple, Type, Union
 
 import torch
 
+from .. import fit as _forecast
 from .. import plan
+from .._forecast.models import model_of
 from .._settings.assignment import patterns_of
 from .._tensors.torch_public import warn
 from .._weights8 import savers
@@ -54,6 +56,7 @@ def factory(
     *,
     rule: str = "AdamW",
     clip_norm: Optional[float] = None,
+    fit: Optional[int] = None,
     **options: Any,
 ) -> Any:
     """Returns the optimizer of a model, with the groups that the `Trainer` makes for its own AdamW.
@@ -67,6 +70,8 @@ def factory(
                 so that the trainer leaves clipping to the step
     rule        a class of halfstep such as "Muon", or a recipe such as "adamw/bf16-sr/int8"
     clip_norm   that of the optimizer. None: what `args` say, or no clipping
+    fit         a number of tokens: also prints halfstep.fit()'s report of a whole step of sequences
+                of that length, in batches as `args` say. All parameters of the model must train
     options     those of the optimizer. They take precedence over `args`. All options may be text
     """
     if model is None:
@@ -76,7 +81,8 @@ def factory(
             "halfstep: the factory has no learning rate; give it the TrainingArguments,"
             ' optimizer_cls_and_kwargs=(factory, {"args": args, ...}), or give it lr='
         )
-    rule, clip_norm = read(factory, {"rule": rule, "clip_norm": clip_norm}).values()
+    given = {"rule": rule, "clip_norm": clip_norm, "fit": fit}
+    rule, clip_norm, fit = read(factory, given).values()
     cls, given = class_of(rule)
     if args is not None:
         given.update(lr=args.learning_rate, weight_decay=args.weight_decay)
@@ -90,6 +96,11 @@ def factory(
             "halfstep: no parameter of the model trains; set requires_grad of some before the"
             " trainer is made"
         )
+    if fit is not None and (args is None or not all(p.requires_grad for p in model.parameters())):
+        raise ValueError(
+            "halfstep: fit= needs the TrainingArguments, and a model whose parameters all train;"
+            " for adapters call python -m halfstep fit CONFIG --lora RANK"
+        )
     beside = cls.rule == "muon" and options.get("adamw") is not None
     if beside and options.get("adamw_names") is None:
         options["adamw_names"] = patterns_of(model)
@@ -99,9 +110,20 @@ def factory(
         own = [p for g, _, p in groups.members() if groups.row_of(groups[g]).name == cls.rule]
         largest = max(own or groups.params(), key=torch.Tensor.numel)
         release = optimizer.gradient_release
-        table = str(plan(model, optimizer.recipe(largest), release, adamw=beside))
+        recipe = optimizer.recipe(largest)
+        table = str(plan(model, recipe, release, adamw=beside))
         print("halfstep: " + "\n\n".join(table.split("\n\n")[:2]), flush=True)
+        if fit is not None:
+            print(_fit(model, args, fit, recipe), flush=True)
     return optimizer
+
+
+def _fit(model, args, sequence, recipe):
+    """Returns the report of a whole training step of a model, in batches of the TrainingArguments."""
+    made, step = model_of(model.config, sequence, args.gradient_checkpointing)
+    memory = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else None
+    batch = args.per_device_train_batch_size
+    return _forecast(made, step, memory, recipes=recipe, batch=batch)
 
 
 def class_of(rule: str) -> Tuple[Type[Optimizer], Dict[str, Any]]:
