@@ -18,8 +18,8 @@ def _need(package):
 
 def model_of(path, sequence, checkpointing=False, lora=None):
     """Returns a model on `meta` that a folder, a config.json or a config describes, and step(model,
-    batch). Mixtures of experts compute all experts of a layer at once, because a trace cannot ask which
-    are hit. Only adapters of PEFT train if `lora`, their rank, is given."""
+    batch). Mixtures of experts compute all experts of a layer at once, because a trace cannot ask
+    which are hit. Only adapters of PEFT train if `lora`, their rank, is given."""
     if isinstance(path, (str, os.PathLike)) and not os.path.isfile(
         os.path.join(path, "config.json") if os.path.isdir(path) else path
     ):

@@ -119,7 +119,7 @@ def factory(
 
 
 def _fit(model, args, sequence, recipe):
-    """Returns the report of a whole training step of a model, in batches of the TrainingArguments."""
+    """Returns the report of a whole training step, in batches of the TrainingArguments."""
     made, step = model_of(model.config, sequence, args.gradient_checkpointing)
     memory = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else None
     batch = args.per_device_train_batch_size
