@@ -242,7 +242,8 @@ import torch
 
 from . import rules
 from ._library import abi
-from .optimizer import Optimizer, Params, StoreLike
+from ._settings.options import StoreLike
+from .optimizer import Optimizer, Params
 
 abi.check_rules("{fingerprint}")
 '''

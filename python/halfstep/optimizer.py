@@ -13,7 +13,7 @@ import torch
 from . import accumulate
 from ._library import abi
 from ._placement.memory import Placement
-from ._settings.options import Options, Store, keep_plain
+from ._settings.options import Options, Store, StoreLike, keep_plain
 from ._states import checkpoints, checks, files, layout
 from ._states.handles import Handle, seed_of
 from ._step.parts import Parts
@@ -23,8 +23,6 @@ from ._tensors.parameters import check_parameter, format_of
 from ._tensors.torch_private import is_compiling, no_dynamo, note_step, notes_its_calls
 from ._tensors.torch_public import VERSION, unwrapped, warn_once
 
-#: what the option `store` takes
-StoreLike = Union[str, os.PathLike[str], Store]
 #: what optimizers take
 Params = Union[Iterable[torch.Tensor], Iterable[Dict[str, Any]], Iterable[Tuple[str, torch.Tensor]]]
 # From this version on torch itself takes (name, tensor) pairs.

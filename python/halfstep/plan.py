@@ -18,7 +18,7 @@ from ._placement.overlap import window
 from ._placement.streams import BUFFER_BYTES, BUFFERS
 from ._settings import naming
 from ._settings.assignment import ADAMW_NAMES, is_listed, is_matrix, patterns_of
-from ._settings.options import Store, bytes_of
+from ._settings.options import Store, StoreLike, bytes_of
 from ._states import layout
 from ._step.release import check_release
 from ._tensors.matrices import fields_of, has_products, lay, taken
@@ -437,7 +437,7 @@ def plan(
     bus: float = _BUS,
     host: float = _HOST,
     device: float = _DEVICE,
-    store: bool | str = False,
+    store: bool | StoreLike = False,
     overlap: bool | _Size = False,
     adamw: bool = False,
 ) -> Plan:

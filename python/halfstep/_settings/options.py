@@ -145,6 +145,10 @@ class Store:
         return cls(path, weights == "true", options.get("memory"))
 
 
+#: what the option `store` takes
+StoreLike = Union[str, os.PathLike[str], Store]
+
+
 class Options:
     """The options of one optimizer. Says what the options of groups mean, and holds neither
     optimizer nor groups. A class of optimizers whose options mean something else has a child of
