@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, Callable, Optional, Sequence, Union
+from typing import Any, Callable, List, Optional, Sequence, Union
 
 import torch
 
@@ -108,7 +108,9 @@ class Fit:
     """The answer of `halfstep.fit`. str() is a table of at most 100 columns, json() the same as
     JSON, and html() a page that needs nothing else."""
 
-    def __init__(self, title, rows, memory, notes, ranks):
+    def __init__(
+        self, title: str, rows: List[FitRow], memory: Optional[int], notes: List[str], ranks: int
+    ) -> None:
         self.title, self.rows, self.memory = title, rows, memory
         #: lines that say what the figures count and what they do not
         self.notes = notes
