@@ -1,6 +1,5 @@
 """`CPUOffload`: weights on a GPU, states and steps in CPU memory."""
 
-from functools import cached_property
 from typing import Any, Dict, Type, Union
 
 from ._library import abi
@@ -84,11 +83,9 @@ class CPUOffload(Hosted):
             )
         super().__init__(params, recipe, minimal_size=minimal_size, **options)
 
-    @cached_property
-    def _parts(self):
-        parts = super()._parts
-        parts.placement.overlap = Overlap(parts)
-        return parts
+    def _make_parts(self):
+        super()._make_parts()
+        self._parts.placement.overlap = Overlap(self._parts)
 
     @property
     def _step_supports_amp_scaling(self):

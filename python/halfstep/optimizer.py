@@ -5,7 +5,6 @@ This file is longer than 500 lines because half of it is the manual of one class
 """
 
 import os
-from functools import cached_property
 from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple, Union
 
 import torch
@@ -106,6 +105,8 @@ class Kept:
     def __set__(self, optimizer: Any, value: Any) -> None:
         if self.flag:
             abi.check_flags(**{self.name: value})
+        if not hasattr(optimizer, "_parts"):
+            optimizer._make_parts()
         setattr(optimizer._parts.options, self.name, abi.plainly(value))
 
 
@@ -282,10 +283,9 @@ class Optimizer(torch.optim.Optimizer):
         if gradient_release:
             self.prepare_gradient_release()
 
-    @cached_property
-    def _parts(self):
-        """The objects that do the work. Whoever asks first makes them: the first option that a
-        constructor sets, or __setstate__()."""
+    def _make_parts(self):
+        """Makes the objects that do the work: for the first option that a constructor sets, or for
+        __setstate__(). A wrapper of an optimizer has none of its own."""
         cls = type(self)
         kept = {
             name: getattr(cls, name)
@@ -293,7 +293,7 @@ class Optimizer(torch.optim.Optimizer):
             for name, held in vars(c).items()
             if isinstance(held, Kept)
         }
-        return Parts(self._options(self.rule, cls.__name__, kept), self._placement)
+        self._parts = Parts(self._options(self.rule, cls.__name__, kept), self._placement)
 
     def _register(self):
         """Registers this optimizer, or copy of one, for compiled steps, and gives it a witness."""
@@ -677,6 +677,8 @@ class Optimizer(torch.optim.Optimizer):
     def __setstate__(self, state):
         # Called for copies and pickles with everything, and by load_state_dict() with states and
         # groups alone.
+        if "_parts" not in self.__dict__:
+            self._make_parts()
         saving = self._parts.saving
         saving.restart(self.__dict__.get("_witness"))
         attributes = saving.unpack(state)

@@ -242,7 +242,7 @@ def saved_by(page):
             scales = {"exp_avg_norm": torch.tensor(0.01), "exp_avg_sq_norm": torch.tensor(1e-6)}
             states[i] = {"step": 3, "exp_avg": m, "exp_avg_sq": v, **scales}
         elif page == "adamw-bfloat16":
-            low = {"exp_avg": m, "exp_avg_sq": v, "shift": torch.randn(p.shape) * 1e-4}
+            low = {"exp_avg": m, "exp_avg_sq": v, "shift": p.detach().abs() * 2**-9}
             low = {key: value.to(torch.bfloat16) for key, value in low.items()}
             states[i] = {"step": 3.0, "accumulated_decay": 1e-3, **low}
         else:

@@ -421,7 +421,7 @@ def test_states_of_the_package_load():
         "step": 40.0,
         "exp_avg": torch.randn(n).bfloat16() * 0.01,
         "exp_avg_sq": torch.rand(n).bfloat16() * 1e-4,
-        "shift": torch.randn(n).bfloat16() * 1e-4,
+        "shift": (torch.rand(n) - 0.5).bfloat16() * p.detach().abs() * 2**-8,
         "accumulated_decay": 0.00321,
     }
     group = {

@@ -90,10 +90,11 @@ def run(gpu, both, first, last, scale=1.0, release=False):
 
 
 def held(gpu, params, opt):
-    """Returns all bits."""
+    """Returns all bits, but no hashes of weights."""
     state = opt.state_dict()
     tensors = [
-        {key: gpu.read(v) for key, v in held.items()} for _, held in sorted(state["state"].items())
+        {key: gpu.read(v) for key, v in held.items() if key != "weight.hashes"}
+        for _, held in sorted(state["state"].items())
     ]
     groups = [
         {key: v for key, v in group.items() if not isinstance(v, torch.Tensor)}

@@ -64,15 +64,18 @@ def _step_of(model, config, sequence):
         raise ValueError(f"--sequence {sequence} is more than the {most} tokens of this model")
 
     def tokens(model, batch):
-        ids = torch.zeros(batch, sequence, dtype=torch.long)
+        where = next(model.parameters()).device
+        ids = torch.zeros(batch, sequence, dtype=torch.long, device=where)
         model(input_ids=ids, labels=ids).loss.backward()
 
     def pictures(model, batch):
         size = config.image_size
         high, wide = size if isinstance(size, (list, tuple)) else (size, size)
-        dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-        values = torch.zeros(batch, config.num_channels, high, wide, dtype=dtype)
-        model(pixel_values=values, labels=torch.zeros(batch, dtype=torch.long)).loss.backward()
+        like = next(p for p in model.parameters() if p.is_floating_point())
+        shape, where = (batch, config.num_channels, high, wide), like.device
+        values = torch.zeros(shape, dtype=like.dtype, device=where)
+        labels = torch.zeros(batch, dtype=torch.long, device=where)
+        model(pixel_values=values, labels=labels).loss.backward()
 
     if kind not in ("input_ids", "pixel_values"):
         raise ValueError(

@@ -57,23 +57,23 @@ class Trace:
         """Returns the bytes of each kind after each event, a tensor [kinds, events], without
         weights. Gradients are freed as soon as they are complete, if `release` is set. `scale`:
         another trace of the same step and the number of its differences to add."""
-        deltas = torch.tensor(self.deltas, dtype=torch.int64)
+        deltas = torch.tensor(self.deltas, dtype=torch.int64, device="cpu")
         if scale is not None:
             other, times = scale
-            deltas = deltas + times * (torch.tensor(other.deltas, dtype=torch.int64) - deltas)
-        owners = torch.tensor(self.owners, dtype=torch.int64)
-        kinds = torch.tensor(self.kinds, dtype=torch.int64)[owners]
+            deltas = deltas + times * (
+                torch.tensor(other.deltas, dtype=torch.int64, device="cpu") - deltas
+            )
+        owners = torch.tensor(self.owners, dtype=torch.int64, device="cpu")
+        kinds = torch.tensor(self.kinds, dtype=torch.int64, device="cpu")[owners]
         if cuda:
             whole = (deltas.abs() + CUDA_BLOCK - 1) // CUDA_BLOCK * CUDA_BLOCK
             deltas = deltas.sign() * whole
         deltas[(kinds == _WEIGHT) | (kinds == (_CONVOLUTION if cuda else _KERNEL))] = 0
-        lines = torch.zeros(len(KINDS), len(deltas), dtype=torch.int64)
+        lines = torch.zeros(len(KINDS), len(deltas), dtype=torch.int64, device="cpu")
         lines.scatter_(0, kinds[None], deltas[None])
         if release and self.dead:
-            births = torch.full((len(self.kinds),), -1)
-            held = torch.zeros(len(self.kinds), dtype=torch.int64)
+            held = torch.zeros(len(self.kinds), dtype=torch.int64, device="cpu")
             born = deltas > 0
-            births[owners[born]] = born.nonzero().flatten()
             held[owners[born]] = deltas[born]
             line = lines[_GRADIENT]
             line[(deltas < 0) & (kinds == _GRADIENT)] = 0

@@ -74,8 +74,8 @@ class EMACallback(Callback):
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Dict[str, Any]) -> None:
         if pl_module is not self.averages.model or not int(self.ema.n_averaged):
             return
-        tensors = self.ema._tensors_of(pl_module, self.ema.use_buffers)
-        checkpoint[_TRAINED] = {name: tensor.detach() for name, tensor in tensors}
+        averages, _ = self.ema._pairs(pl_module)
+        checkpoint[_TRAINED] = {name: theirs.detach() for name, _, theirs in averages}
         with self.ema.swapped(pl_module):
             checkpoint["state_dict"] = trainer.strategy.lightning_module_state_dict()
 
