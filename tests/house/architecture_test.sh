@@ -40,6 +40,18 @@ for folder, n in sorted(collections.Counter(os.path.dirname(f) for f in files).i
     if n > 16 and folder not in of_rows:
         broken.append(f"{folder} has {n} files: give some of them an inner folder")
 
+# Code is what is neither blank nor a comment.
+comment = re.compile(r'/\*.*?\*/|//[^\n]*|"(?:\\.|[^"\\\n])*"', re.S)
+ceilings = re.findall(r"`(src|tools)` at most ([\d,]+) lines", open("docs/architecture.md", encoding="utf-8").read())
+for top, most in ceilings:
+    texts = [open(f, encoding="utf-8").read() for f in files if f.startswith(top) and re.search(r"\.(c|h|cu|def|[ch]pp)$", f)]
+    code = [comment.sub(lambda m: m[0] if m[0][0] == '"' else " ", text) for text in texts]
+    lines = sum(bool(line.strip()) for text in code for line in text.split("\n"))
+    if lines > int(most.replace(",", "")):
+        broken.append(f"{top} has {lines} lines of code: take some away, or raise the figure in docs/architecture.md and say for which feature")
+if len(ceilings) != 2:
+    broken.append("docs/architecture.md says for src and tools how many lines they have at most")
+
 arrows = 0
 for path in files:
     user = room_of(path)
