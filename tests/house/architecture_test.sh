@@ -42,7 +42,7 @@ for folder, n in sorted(collections.Counter(os.path.dirname(f) for f in files).i
 
 # Code is what is neither blank nor a comment.
 comment = re.compile(r'/\*.*?\*/|//[^\n]*|"(?:\\.|[^"\\\n])*"', re.S)
-ceilings = re.findall(r"`(src|tools)` at most ([\d,]+) lines", open("docs/architecture.md", encoding="utf-8").read())
+ceilings = re.findall(r"`(src|tools)` at most ([\d,]+)\s+lines", open("docs/architecture.md", encoding="utf-8").read())
 for top, most in ceilings:
     texts = [open(f, encoding="utf-8").read() for f in files if f.startswith(top) and re.search(r"\.(c|h|cu|def|[ch]pp)$", f)]
     code = [comment.sub(lambda m: m[0] if m[0][0] == '"' else " ", text) for text in texts]
