@@ -68,6 +68,11 @@ def record(tensors, device):
         tensor.record_stream(current)
 
 
+def gpu_memory():
+    """Returns the bytes of memory of the current GPU, or None without one."""
+    return torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else None
+
+
 def zeros(shape, dtype, device=HOST):
     """Returns zeros. torch's default device and dtype do not matter."""
     return torch.zeros(shape, dtype=dtype, device=device)

@@ -23,6 +23,7 @@ from .. import fit as _forecast
 from .. import plan
 from .._forecast.models import model_of
 from .._settings.assignment import patterns_of
+from .._tensors.devices import gpu_memory
 from .._tensors.torch_public import warn
 from .._weights8 import savers
 from ..optimizer import Optimizer, unwrapped
@@ -121,9 +122,8 @@ def factory(
 def _fit(model, args, sequence, recipe):
     """Returns the report of a whole training step, in batches of the TrainingArguments."""
     made, step = model_of(model.config, sequence, args.gradient_checkpointing)
-    memory = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else None
     batch = args.per_device_train_batch_size
-    return _forecast(made, step, memory, recipes=recipe, batch=batch)
+    return _forecast(made, step, gpu_memory(), recipes=recipe, batch=batch)
 
 
 def class_of(rule: str) -> Tuple[Type[Optimizer], Dict[str, Any]]:
