@@ -111,7 +111,8 @@ def fits(weight, extra):
     exponent, divisor = _KAHAN[weight.dtype]
     info, flat = torch.finfo(weight.dtype), devices.contiguous(weight).view(-1)
     rest = devices.place(devices.contiguous(extra).view(-1), devices.of(flat))
-    for w, r in zip(flat.split(_at_once(flat)), rest.split(_at_once(flat))):
+    some = _at_once(flat) // 16  # several temporaries in fp32
+    for w, r in zip(flat.split(some), rest.split(some)):
         power = (w.view(torch.int16) & exponent).view(w.dtype).float()
         if bool((r.float().abs() / divisor > power.clamp(min=info.tiny) * info.eps).any()):
             return False
