@@ -11,8 +11,8 @@ struct hstep_cuda_image {
 };
 
 /* What a user of a build without device code does. */
-#define HSTEP_CUDA_MAKE_CODE                                                                                           \
-    "install clang (Debian: apt-get install clang) and build again, by make or pip; a build with tests also needs "    \
+#define HSTEP_CUDA_MAKE_CODE                                                                                        \
+    "install clang (Debian: apt-get install clang) and build again, by make or pip; a build with tests also needs " \
     "-DHALFSTEP_CUDA=ON (docs/gpu.md)"
 
 extern const struct hstep_cuda_image hstep_cuda_images[]; /* ends with an image of 0 bytes */
