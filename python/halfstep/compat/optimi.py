@@ -32,12 +32,11 @@ from .._library import abi
 from .._settings import naming
 from .._settings.options import Options
 from .._states import layout
-from .._step import release
-from .._tensors.parameters import PLAIN, mark
+from .._tensors.parameters import PLAIN
 from .._tensors.torch_private import apply_to_tensors, gradient_hooks
 from .._tensors.torch_public import warn
-from ..optimizer import Optimizer, unwrapped
-from ._arguments import arguments
+from ..optimizer import unwrapped
+from ._common import ReleasedByModel, arguments, start_from_zeros
 from ._optimi_lists import LOW, adam, adamw, adan, lion, over, radam, ranger, sgd, stableadamw
 
 __all__ = [
@@ -67,7 +66,7 @@ __all__ = [
 # ---- Classes -------------------------------------------------------------------------------------
 
 
-class OptimiOptimizer(Optimizer):
+class OptimiOptimizer(ReleasedByModel):
     """Common base of optimi's classes: decay modes, Kahan summation, `step(param=...)`, gradient
     release.
 
@@ -139,14 +138,6 @@ class OptimiOptimizer(Optimizer):
         elif param.grad is not None:
             param.grad = param.grad.detach().zero_()
 
-    def prepare_gradient_release(self) -> None:
-        """Puts hooks on all parameters of this optimizer. `prepare_for_gradient_release` takes a
-        model's parameters."""
-        if not self.gradient_release:
-            super().prepare_gradient_release()
-        elif not self._parts.release.hooks:
-            self.gradient_release = False  # a copy: the hooks stay with the original
-
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
         """Loads state dictionaries of halfstep, of torch, and of torch-optimi's own class."""
         if _is_optimi(state_dict):
@@ -160,20 +151,6 @@ class OptimiOptimizer(Optimizer):
                 },
             )
         super().load_state_dict(state_dict)
-
-
-def start_from_zeros(groups: Any, parameters: Iterable[torch.Tensor], also: Any) -> None:
-    """Makes the momentum of SGD begin with (1 - dampening) times the gradient, in before_build().
-    The library's first buffer is the gradient itself. Parameters that are about to get states
-    therefore get a count of one update, as if of a buffer of zeros."""
-    for p in parameters:
-        wanted = (
-            p.grad is not None
-            or (also and p in also)
-            or (groups.options.gradient_release and p.requires_grad)
-        )
-        if wanted and p not in groups.state:
-            groups.state[p]["step"] = torch.ones((), dtype=torch.float32, device="cpu")
 
 
 def _group(names):
@@ -323,27 +300,10 @@ class Lion(OptimiOptimizer):
         super().__init__(params, _group(locals()))
 
 
-class RAdam(OptimiOptimizer):
+class RAdam(Adam):
     """RAdam (Liu et al. 2020). Arguments as in `Adam`."""
 
     rule = "radam"
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float,
-        betas: Tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0,
-        eps: float = 1e-6,
-        decouple_wd: bool = False,
-        decouple_lr: bool = False,
-        max_lr: Optional[float] = None,
-        kahan_sum: Optional[bool] = None,
-        foreach: Optional[bool] = None,
-        triton: Optional[bool] = None,
-        gradient_release: bool = False,
-    ) -> None:
-        super().__init__(params, _group(locals()))
 
 
 class Ranger(OptimiOptimizer):
@@ -424,27 +384,11 @@ class SGD(OptimiOptimizer):
             return found
 
 
-class StableAdamW(OptimiOptimizer):
+class StableAdamW(AdamW):
     """StableAdamW (Wortsman et al. 2023): AdamW whose updates are clipped tensor by tensor.
     Arguments as in `Adam`."""
 
     rule = "stableadamw"
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float,
-        betas: Tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 1e-2,
-        eps: float = 1e-6,
-        decouple_lr: bool = False,
-        max_lr: Optional[float] = None,
-        kahan_sum: Optional[bool] = None,
-        foreach: Optional[bool] = None,
-        triton: Optional[bool] = None,
-        gradient_release: bool = False,
-    ) -> None:
-        super().__init__(params, _group(locals()))
 
 
 # ---- Gradient release ----------------------------------------------------------------------------
@@ -473,22 +417,12 @@ def prepare_for_gradient_release(
             " pass `ignore_existing_hooks=True`"
         )
 
-    release.watch_scalers()
+    def step(held, p):
+        held.step(param=p)
+        held.zero_grad(param=p)
 
-    def hook(p):
-        if not optimizer._parts.release.has(p):
-            return
-        release.check_not_scaled()
-        optimizer.step(param=p)
-        optimizer.zero_grad(param=p)
-
-    mark(hook, optimizer, release.OPTIMIZER)
-    hooks = model._gradient_release_hooks = _Hooks(
-        p.register_post_accumulate_grad_hook(hook) for p in parameters
-    )
+    hooks = model._gradient_release_hooks = _Hooks(optimizer._begin_release(parameters, step))
     hooks.optimizer = optimizer
-    optimizer._parts.release.add(hooks)
-    optimizer.gradient_release = True
 
 
 class _Hooks(list):
@@ -501,11 +435,7 @@ def remove_gradient_release(model: nn.Module) -> None:
     if hooks is None:
         warn("`model` has no gradient release hooks to remove")
         return
-    for hook in hooks:
-        hook.remove()
-    optimizer = hooks.optimizer
-    if not optimizer._parts.release.discard(hooks):
-        optimizer.remove_gradient_release()
+    hooks.optimizer._end_release(hooks)
 
 
 # ---- Helpers -------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import torch
 from .._states import foreign
 from .._tensors import sharding
 from ..optimizer import Optimizer, Params
-from ._arguments import arguments
+from ._common import arguments
 
 __all__ = ["Prodigy"]
 
