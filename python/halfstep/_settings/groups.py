@@ -115,14 +115,19 @@ class Groups:
         """Returns the row of the rule that steps a group."""
         return abi.rules[self.options.rule_of(group)]
 
-    def group_of(self, p):
-        """Returns the group of a parameter. Raises ValueError if the optimizer does not have it."""
-        for group in self:
-            if any(other is p for other in group["params"]):
-                return group
+    def place_of(self, p):
+        """Returns the group index and the position of a parameter. Raises ValueError if the
+        optimizer does not have it."""
+        for g, i, other in self.members():
+            if other is p:
+                return g, i
         raise ValueError(
             "halfstep: this tensor is no parameter of the optimizer; give one from its param_groups"
         )
+
+    def group_of(self, p):
+        """Returns the group of a parameter, as place_of() finds it."""
+        return self.param_groups[self.place_of(p)[0]]
 
     def row_for(self, p):
         """Returns the row of the rule that steps a parameter, as group_of() finds it."""

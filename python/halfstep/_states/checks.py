@@ -8,7 +8,7 @@ from .._library import abi, calls
 from .._settings import naming
 from .._settings.groups import COMMON, OWN, TOLD, check_told
 from .._tensors import matrices, sharding
-from .._tensors.parameters import described
+from .._tensors.parameters import described, holds
 from . import convert, layout
 from .handles import check_seed
 
@@ -182,14 +182,11 @@ def _check_state(groups, rule, name, p, state, hypers, how):
     if p.numel() == 0:
         return
     kept = state.get(layout.TRAINED)
-    if kept is not None and (
-        not isinstance(kept, torch.Tensor)
-        or kept.dtype != sharding.stored(p).dtype
-        or tuple(kept.shape) != sharding.stored_whole(p)
-    ):
+    wanted = sharding.stored_whole(p), sharding.stored(p).dtype
+    if kept is not None and not holds(kept, *wanted):
         raise ValueError(
             f"halfstep: state {layout.TRAINED!r} of parameter {name!r} is not a tensor of"
-            f" {sharding.stored(p).dtype} of shape {sharding.stored_whole(p)}"
+            f" {wanted[1]} of shape {wanted[0]}"
         )
     hashes = sharding.local(state.get(layout.HASHES))
     if layout.HASHES in state and (
@@ -238,13 +235,7 @@ def _check_plain(state, key, role, name, p, shape):
     """Checks a state as torch keeps it, or a vector of a matrix."""
     value, p = sharding.local(state[key]), sharding.local(p)
     shape = p.shape if shape is None else shape
-    if (
-        not isinstance(value, torch.Tensor)
-        or value.shape != shape
-        or not value.is_floating_point()
-        or value.device.type == "meta"
-        or value.layout != torch.strided
-    ):
+    if not holds(value, shape) or not value.is_floating_point():
         raise ValueError(
             f"halfstep: state {key!r} of parameter {name!r} is {described(value)}, not a tensor of"
             f" shape {tuple(shape)}"

@@ -10,7 +10,7 @@ from .._library.abi import invoke, lib
 from .._library.calls import GRID
 from .._tensors import devices
 from .._tensors.matrices import rows_of
-from .._tensors.parameters import described, extra_dtype, stored_dtype
+from .._tensors.parameters import described, extra_dtype, holds, stored_dtype
 from .._tensors.sharding import local, stored
 from . import layout
 from .handles import Handle, add_group, add_tensor, read_rows, write_rows
@@ -48,6 +48,18 @@ class Codec(Handle):
         """Gives the library the addresses of the planes. The caller keeps the tensors alive."""
         bind_planes(self, self.index, self.planes, tensors)
 
+    def take(self, state):
+        """Binds the planes of a state, and keeps them. What it lacks starts at zero. Returns the
+        tensors by key."""
+        self.held = {
+            s.key: adopt(state[s.key], s, self.name)
+            if s.key in state
+            else devices.zeros(s.shape, s.dtype)
+            for s in self.planes
+        }
+        self.bind(self.held)
+        return self.held
+
     def take_scalars(self, state):
         """Takes the scalars and grids of a state. Raises ValueError for a value that no update
         leaves."""
@@ -81,11 +93,10 @@ class Codec(Handle):
         probe = _probe(self.recipe, tuple(self.hypers.items()))
         if not any(s.key == plane.key for s in probe.planes):
             return False
-        tensors = {s.key: devices.zeros(s.shape, s.dtype) for s in probe.planes}
+        tensors = probe.take({})
         codes = tensors[plane.key].view(torch.uint8).view(-1)
         codes[:256] = torch.arange(256, dtype=torch.int16, device="cpu").to(torch.uint8)
         tensors[plane.name + ".scale"].fill_(scale)
-        probe.bind(tensors)
         least, most = torch.aminmax(probe.read(plane.slot))
         return bool(
             abs(least) < math.inf
@@ -108,13 +119,7 @@ def adopt(tensor, plane, name):
     """Returns the local shard of a state tensor in CPU memory, contiguous. Raises ValueError if
     dtype, shape or layout are not those of the plane, or if it is on the meta device."""
     tensor = local(tensor)
-    if (
-        not isinstance(tensor, torch.Tensor)
-        or tensor.dtype != plane.dtype
-        or tuple(tensor.shape) != plane.shape
-        or tensor.device.type == "meta"
-        or tensor.layout != torch.strided
-    ):
+    if not holds(tensor, plane.shape, plane.dtype):
         raise ValueError(
             f"halfstep: state {plane.key!r} of parameter {name!r} is {described(tensor)}, not"
             f" {plane.dtype} of shape {plane.shape}"
@@ -154,17 +159,10 @@ def read_coarse(name, recipe, shape, label, state, part):
     # A state is decoded by its role and format alone. Adam has one state of each role.
     codec = Codec(f"adamw/{weight}/{fmt}", {}, shape, label, part=part)
     other = "exp_avg_sq" if roles[name] == abi.ROLE_NONNEG else "exp_avg"
-    tensors = {
-        s.key: (
-            adopt(state[name + s.part], s, label)
-            if s.name == other and name + s.part in state
-            else devices.zeros(s.shape, s.dtype)
-        )
-        for s in codec.planes
-    }
-    codec.bind(tensors)
-    grid = name + GRID
-    codec.take_scalars({other + GRID: state[grid]} if grid in state else {})
+    parts = [part for part in ("", *layout.PARTS, GRID) if name + part in state]
+    held = {other + part: state[name + part] for part in parts}
+    codec.take(held)
+    codec.take_scalars(held)
     return codec.read(next(s.slot for s in codec.planes if s.name == other))
 
 
@@ -211,19 +209,11 @@ def convert(hypers, m, state, old):
                 )
     else:
         source = Codec(old, hypers, m.whole, m.name, part=part)
-        missing = [s for s in source.planes if s.key not in state]
+        missing = {s.name for s in source.planes if s.key not in state}
         # A state that the saved optimizer's hyper-parameters did not need starts at zero.
-        tensors = {
-            s.key: (
-                adopt(state[s.key], s, m.name)
-                if s.key in state
-                else devices.zeros(s.shape, s.dtype)
-            )
-            for s in source.planes
-        }
-        source.bind(tensors)
+        source.take(state)
         source.take_scalars(state)
-        there = {s.name for s in source.planes} - {s.name for s in missing}
+        there = {s.name for s in source.planes} - missing
         for name in coarse_states(source.planes, state):
             values[name] = read_coarse(name, old, m.whole, m.name, state, part)
         for i, name in enumerate(names):

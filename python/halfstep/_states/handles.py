@@ -37,19 +37,6 @@ def seed_of(seed):
     return int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"))
 
 
-def create_handle(threads, seed, device=devices.HOST):
-    """Makes a handle for a torch.device. A handle on a GPU works on the stream that is current
-    there."""
-    handle = c_void_p()
-    options = abi.Options.new(threads=threads, seed=seed & (2**64 - 1))
-    if devices.is_asynchronous(device):
-        options.device, options.stream = devices.c_name(device), devices.stream(device)
-    code = lib.halfstep_create(byref(options), byref(handle))
-    if code:
-        check(code, None, (lib.halfstep_error_detail(None) or b"").decode())
-    return handle
-
-
 def set_option(handle, group, name, value):
     """Sets a choice, whose value is a word, or a hyper-parameter."""
     if isinstance(value, str):
@@ -132,9 +119,16 @@ class Handle:
     _as_parameter_ = None  # what ctypes passes in its place
 
     def __init__(self, threads, seed, device=devices.HOST):
-        self._as_parameter_ = create_handle(threads, seed, device)
-        self.threads, self.device = threads, device
-        self.stream = devices.stream(device) if self.asynchronous else None
+        """Makes a handle for a torch.device. On a GPU it works on the stream that is current
+        there."""
+        handle = c_void_p()
+        self.threads, self.device, self.stream = threads, device, None
+        options = abi.Options.new(threads=threads, seed=seed & (2**64 - 1))
+        if self.asynchronous:
+            self.stream = options.stream = devices.stream(device)
+            options.device = devices.c_name(device)
+        check(lib.halfstep_create(byref(options), byref(handle)))
+        self._as_parameter_ = handle
         #: groups: the index of each recipe's group; options: the values that set() has set
         self.groups, self.options = {}, {}
 

@@ -73,12 +73,7 @@ class Inspection:
 
     def recipe(self, p):
         """Returns the full recipe of a parameter."""
-        for g, i, other in self.groups.members():
-            if other is p:
-                return self.names.recipe(g, i)
-        raise ValueError(
-            "halfstep: this tensor is no parameter of the optimizer; give one from its param_groups"
-        )
+        return self.names.recipe(*self.groups.place_of(p))
 
     def scalar(self, p, name):
         """Returns a number that the rule keeps for a parameter."""

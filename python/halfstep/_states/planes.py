@@ -10,7 +10,7 @@ from .._library import abi
 from .._library.abi import invoke, lib
 from .._tensors import devices, matrices, sharding
 from .._tensors.matrices import rows_of
-from .._tensors.parameters import DTYPES
+from .._tensors.parameters import DTYPES, holds
 from .._tensors.sharding import local, stored
 from . import dither
 from .handles import Handle, add_group, add_tensor, slot_info
@@ -51,14 +51,8 @@ class Plane:
 
     def fits(self, tensor, device):
         tensor = local(tensor)
-        return (
-            isinstance(tensor, torch.Tensor)
-            and tensor.dtype == self.dtype
-            and tuple(tensor.shape) == self.shape
-            and devices.of(tensor) == device
-            and tensor.layout == torch.strided
-            and devices.is_plain(tensor)
-        )
+        held = holds(tensor, self.shape, self.dtype) and devices.of(tensor) == device
+        return held and devices.is_plain(tensor)
 
     def initial(self, p, name, device):
         """Returns what the plane begins with beside the weight p."""

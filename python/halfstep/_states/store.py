@@ -466,13 +466,9 @@ class StoreFile:
                 engine.weights[i] = None
                 if _mark(m.p) != self.versions.get(m.p):
                     engine.weights[i] = self._bring_weight(m, keep)
-        places = {p: i for i, p in enumerate(self.groups.params())}
-        text = json.dumps(
-            {
-                "param_groups": list(map(_plain, self.groups)),
-                "pending": [places[p] for p in pending if p in places],
-            }
-        )
+        pending = self.steps.numbers_of(pending)
+        groups = list(map(_plain, self.groups))
+        text = json.dumps({"param_groups": groups, "pending": pending})
         if text != self.told:
             _call("store_set_value", self.file, _KEY.encode(), text.encode())
             self.told = text
@@ -566,7 +562,7 @@ class StoreFile:
         if code not in _OF_FILES:
             check(code, handle)
             return
-        text = (lib.halfstep_error_detail(handle) or b"").decode("utf-8", "replace")
+        text = abi.why(handle)
         try:
             self._reopen()
         except Exception as error:

@@ -188,10 +188,7 @@ class EngineCache:
             engine = self.build({p: grad})
             m = engine.member(p)
             if m is None:
-                raise ValueError(
-                    "halfstep: this tensor is no parameter of the optimizer; give one from its"
-                    " param_groups"
-                )
+                self.groups.group_of(p)  # which says that it is no parameter
         if engine.asynchronous:
             engine.use_streams()
         return engine, m

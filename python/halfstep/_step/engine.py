@@ -400,11 +400,8 @@ class Engine:
         if not self.members:
             return abi.OK, self.handle
         with self.parts[0].states():
-            if micro:
-                call = calls.all_tensors(None, self.gradients, True)
-                return calls.run(self.handle, call), self.handle
-            if ahead is not None:
-                call = calls.all_tensors(self.weights, self.gradients, ahead=ahead)
+            if micro or ahead is not None:
+                call = calls.all_tensors(self.weights, self.gradients, micro, ahead=ahead)
                 return calls.run(self.handle, call), self.handle
             return lib.halfstep_step(self.handle, self.weights, self.gradients), self.handle
 

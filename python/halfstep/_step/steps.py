@@ -394,6 +394,11 @@ class Steps:
         gone = set(params)
         return [p for p in self.pending if p not in gone]
 
+    def numbers_of(self, pending):
+        """Returns the numbers of pending parameters, which files keep."""
+        numbers = {p: i for i, p in enumerate(self.groups.params())}
+        return [numbers[p] for p in pending if p in numbers]
+
     def _note_taken(self, params, micro):
         """Notes that `params` have taken a micro-batch or, without `micro`, an update of their
         weights."""

@@ -23,6 +23,12 @@ DTYPES = {
     "U8": torch.uint8,
     "I16": torch.int16,
 }
+for _name in sorted({x for f in abi.formats.values() for x in (f.code_dtype, f.extra_dtype) if x}):
+    if _name not in DTYPES:
+        raise ImportError(
+            f"halfstep: a format of {abi.path} stores elements of {_name}, which this package does"
+            " not know; add it to DTYPES of _tensors/parameters.py"
+        )
 #: dtypes of weights and gradients -> their plain formats
 PLAIN = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 #: classes of tensors whose memory holds what torch says it holds
@@ -63,6 +69,17 @@ def described(value):
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
     return f"{value.dtype} of shape {tuple(value.shape)} on {value.device}, {value.layout}"
+
+
+def holds(tensor, shape, dtype=None):
+    """Returns True for a dense tensor with memory, of this shape and, if one is given, dtype."""
+    return (
+        isinstance(tensor, torch.Tensor)
+        and tuple(tensor.shape) == tuple(shape)
+        and dtype in (None, tensor.dtype)
+        and tensor.layout == torch.strided
+        and tensor.device.type != "meta"
+    )
 
 
 def is_ordinary(tensor):

@@ -65,10 +65,7 @@ _Bits = Optional[Literal[24, 32]]
 _WIDTHS = {None: 0, 24: 3, 32: 4}
 _WEIGHTS = {0: "bf16", 3: "bf16-ecc8", 4: "bf16-ecc16"}
 #: arguments of FlashOptimizer beside `params` and `defaults`
-_COMMON = (
-    *("lr", "quantize", "compress_state_dict"),
-    *("master_weight_bits", "check_numerics", "fused"),
-)
+_COMMON = "lr quantize compress_state_dict master_weight_bits check_numerics fused".split()
 _EXPONENTS = {torch.float16: 5, torch.bfloat16: 8, torch.float32: 8}
 
 

@@ -32,7 +32,8 @@ from .._library import abi
 from .._settings import naming
 from .._settings.options import Options
 from .._states import layout
-from .._tensors.parameters import PLAIN
+from .._tensors import devices
+from .._tensors.parameters import PLAIN, holds
 from .._tensors.torch_private import apply_to_tensors, gradient_hooks
 from .._tensors.torch_public import warn
 from ..optimizer import unwrapped
@@ -141,15 +142,8 @@ class OptimiOptimizer(ReleasedByModel):
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
         """Loads state dictionaries of halfstep, of torch, and of torch-optimi's own class."""
         if _is_optimi(state_dict):
-            state_dict = _from_optimi(
-                self,
-                {
-                    **state_dict,
-                    "param_groups": naming.align(
-                        self._parts.names.all(), state_dict["param_groups"]
-                    )[0],
-                },
-            )
+            groups = naming.align(self._parts.names.all(), state_dict["param_groups"])[0]
+            state_dict = _from_optimi(self, {**state_dict, "param_groups": groups})
         super().load_state_dict(state_dict)
 
 
@@ -521,6 +515,10 @@ def _cast(module, own: Set[int], dtype, device):
 # ---- optimi's state dicts ------------------------------------------------------------------------
 
 
+#: names of states here -> optimi's
+_STATES = {"slow": "la_param", "previous": "prev_grad", "momentum_buffer": "exp_avg"}
+
+
 def _from_optimi(optimizer, state_dict):
     """Returns optimi's state dictionary in halfstep's terms: raw moments in float32, and residuals
     under their name here."""
@@ -539,38 +537,25 @@ def _from_optimi(optimizer, state_dict):
             if not old:
                 continue
             step = old.get("step", shared)
-            step = (
-                1.0 if step is None else float(step)
-            )  # Lion and SGD count nothing, and need no count
-            new = {"step": torch.tensor(step, dtype=torch.float32, device="cpu")}
+            step = 1.0 if step is None else float(step)  # Lion and SGD count nothing
+            new = {"step": layout.number(step, "step")}
             for s in rule.states:
-                there = {
-                    "slow": "la_param",
-                    "previous": "prev_grad",
-                    "momentum_buffer": "exp_avg",
-                }.get(s.name, s.name)
-                value = old.get(there)
-                if not isinstance(value, Tensor) or value.shape != p.shape:
+                value = old.get(_STATES.get(s.name, s.name))
+                if not holds(value, p.shape):
                     continue  # there is none, or a placeholder
                 if s.name == "slow":
                     new["slow"] = value.to(p.dtype)
-                elif s.name == "previous":
-                    new["previous"] = value.float().neg()
-                elif optimizer.rule in ("lion", "sgd"):
-                    new[s.name] = value.float()
-                else:
-                    new[s.name] = value.float() * (1.0 - betas[there] ** step)
-            weights = PLAIN[p.dtype]
-            residual = old["kahan_comp"]
-            if p.dtype in LOW and isinstance(residual, Tensor) and residual.shape == p.shape:
+                    continue
+                debiased = s.name in betas and rule.name != "lion"
+                factor = 1.0 - betas[s.name] ** step if debiased else 1.0
+                new[s.name] = value.float() * (-1.0 if s.name == "previous" else factor)
+            weights, residual = PLAIN[p.dtype], old["kahan_comp"]
+            if p.dtype in LOW and holds(residual, p.shape):
                 weights += "-kahan"
-                new["weight.extra"] = residual.to(p.dtype) * (
-                    2048 if p.dtype == torch.float16 else 1
-                )
-                if "slow" in new:
-                    new["slow.extra"] = torch.zeros(
-                        p.shape, dtype=p.dtype, device="cpu"
-                    )  # optimi has one residual for both
+                scale = 2048 if p.dtype == torch.float16 else 1
+                new["weight.extra"] = residual.to(p.dtype) * scale
+                if "slow" in new:  # optimi has one residual for both
+                    new["slow.extra"] = devices.zeros(p.shape, p.dtype)
             new["recipe"] = layout.recipe_number(f"{rule.name}/{weights}/f32")
             states[index] = new
     return {"state": states, "param_groups": groups}

@@ -12,6 +12,11 @@ from inspect import isclass, signature
 from ..rules import classes
 
 
+def missing(module, error, packages):
+    """Returns the error for a module of this folder whose trainer cannot be imported."""
+    return ImportError(f"{module} needs {error.name}: pip install {packages}")
+
+
 def _nothing(text):
     if text not in ("None", "null"):
         raise ValueError

@@ -29,17 +29,14 @@ from .._weights8 import savers
 from ..optimizer import Optimizer, unwrapped
 from ..rules import class_and_options, classes
 from ._averages import Averages
-from ._text import read
+from ._text import missing, read
 
 try:
     from accelerate import PartialState
     from transformers import Trainer, TrainerCallback
     from transformers.trainer_callback import ExportableState
 except ImportError as error:
-    raise ImportError(
-        f"halfstep.integrations.transformers needs {error.name}: pip install transformers"
-        " accelerate"
-    ) from error
+    raise missing(__name__, error, "transformers accelerate") from error
 
 __all__ = ["EMACallback", "factory", "load_averages"]
 
