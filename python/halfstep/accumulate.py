@@ -11,7 +11,8 @@ import torch
 from ._library import abi, calls
 from ._library.abi import invoke, lib
 from ._settings import naming
-from ._states.handles import Handle, check_seed, seed_of
+from ._settings.options import check_seed, seed_of
+from ._states.handles import Handle
 from ._tensors import devices, sharding
 from ._tensors.parameters import (
     PLAIN,

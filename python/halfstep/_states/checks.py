@@ -7,10 +7,10 @@ import torch
 from .._library import abi, calls
 from .._settings import naming
 from .._settings.groups import COMMON, OWN, TOLD, check_told
+from .._settings.options import check_seed
 from .._tensors import matrices, sharding
 from .._tensors.parameters import described, holds
 from . import convert, layout
-from .handles import check_seed
 
 #: group keys that only this package has
 OURS = (
@@ -179,8 +179,6 @@ def _check_state(groups, rule, name, p, state, hypers, how):
         )
     steps = layout.step_count(state, name, 1)
     counts = {key: layout.take_number(state, key, name) for key in layout.COUNTERS}
-    if p.numel() == 0:
-        return
     kept = state.get(layout.TRAINED)
     wanted = sharding.stored_whole(p), sharding.stored(p).dtype
     if kept is not None and not holds(kept, *wanted):
@@ -275,9 +273,9 @@ def _check_planes(codec, state, name, recipe, part):
                 + (convert.ONE_MATRIX if isinstance(codec.shape, matrices.Laid) else "")
             )
         tensors[s.key] = tensor = convert.adopt(state[s.key], s, name)
-        if s.part == ".scale":
+        if s.end == ".scale":
             _judge(s.key, name, tensor, abi.ROLE_NONNEG)
-        elif s.part != ".codes" and tensor.is_floating_point():
+        elif s.end != ".codes" and tensor.is_floating_point():
             _judge(s.key, name, tensor, 0 if s.extra else s.role)
     # States that a module of halfstep.compat has translated have neither an id nor counts.
     counted = any(key in state for key in ("id", *layout.COUNTERS))
@@ -292,7 +290,7 @@ def _check_planes(codec, state, name, recipe, part):
     for s in codec.planes:
         scale = tensors.get(s.name + ".scale")  # packed blocks have theirs among the codes
         if (
-            s.part == ".codes"
+            s.end == ".codes"
             and tensors[s.key].numel()
             and not (scale is not None and codec.all_codes_are_good(s, scale.max()))
         ):

@@ -137,7 +137,7 @@ def coarse_states(planes, state):
         for s in planes
         if not s.extra
         and s.key not in state
-        and (s.precise and s.name + ".codes" in state or s.part == ".codes" and s.name in state)
+        and (s.precise and s.name + ".codes" in state or s.end == ".codes" and s.name in state)
     }
 
 
@@ -159,8 +159,8 @@ def read_coarse(name, recipe, shape, label, state, part):
     # A state is decoded by its role and format alone. Adam has one state of each role.
     codec = Codec(f"adamw/{weight}/{fmt}", {}, shape, label, part=part)
     other = "exp_avg_sq" if roles[name] == abi.ROLE_NONNEG else "exp_avg"
-    parts = [part for part in ("", *layout.PARTS, GRID) if name + part in state]
-    held = {other + part: state[name + part] for part in parts}
+    ends = [end for end in ("", *layout.ENDS, GRID) if name + end in state]
+    held = {other + end: state[name + end] for end in ends}
     codec.take(held)
     codec.take_scalars(held)
     return codec.read(next(s.slot for s in codec.planes if s.name == other))
@@ -248,9 +248,7 @@ def convert(hypers, m, state, old):
             for key, value in made.items()
             if key.split(".")[0] in coarse or key not in state
         }
-        obsolete = {name + part for name in coarse for part in ("", *layout.PARTS, GRID)} - set(
-            made
-        )
+        obsolete = {name + end for name in coarse for end in ("", *layout.ENDS, GRID)} - set(made)
         held = None
     for s in m.planes:
         if s.key in made:
@@ -286,7 +284,7 @@ def _created(m, state, hypers):
             f"halfstep: the states of parameter {m.name!r} are of the recipe {old!r}, and its group"
             f" is stepped by {m.rule.name} now: give it the rule that it had, or delete its state"
         )
-    both = [s.name for s in m.planes if s.part == ".codes" and {s.name, s.key} <= state.keys()]
+    both = [s.name for s in m.planes if s.end == ".codes" and {s.name, s.key} <= state.keys()]
     if both:
         raise ValueError(
             f"halfstep: parameter {m.name!r} has both a state {both[0]!r} and its codes; delete one"
@@ -330,13 +328,3 @@ def _created(m, state, hypers):
         else:
             made[s.key] = s.initial(m.p, m.name, m.kept)
     return made, obsolete, weight
-
-
-def empty(recipe, hypers, p):
-    """Returns the states of a parameter without elements: empty tensors under the usual keys."""
-    codec = Codec(recipe, hypers, (1,), "empty")
-    return {
-        s.key: torch.empty(p.shape, dtype=s.dtype, device="cpu")
-        for s in codec.planes
-        if s.key in (s.name, s.name + ".codes")
-    }

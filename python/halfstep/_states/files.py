@@ -146,7 +146,7 @@ def save(parts, path):
 
     _refuse_parts(parts.groups.params())
     parts.saving.sync(decides=True)
-    if parts.cache.store is not None and not parts.cache.empty:
+    if parts.cache.store is not None:
         _replace(os.fspath(path), parts.store.save)
         return
     tensors, metadata = _tensors(parts.groups, parts.names)

@@ -15,28 +15,6 @@ from .._tensors import devices, matrices, sharding
 from .._tensors.matrices import rows_of
 
 
-def check_seed(seed, of=""):
-    """Raises ValueError if a seed is not a whole number of 64 bits."""
-    if not abi.is_count(seed, -(2**63), 2**64 - 1):
-        raise ValueError(
-            f"halfstep: the seed{of} is {seed!r}; it must be a whole number from -2**63 to"
-            " 2**64 - 1"
-        )
-
-
-def seed_of(seed):
-    """Returns the number that the option `seed` stands for. None is drawn from torch's default
-    generator, so that torch.manual_seed() governs it. Under torch.distributed None is 0, so that
-    all ranks agree without communication."""
-    if seed is not None:
-        seed = abi.plainly(seed)
-        check_seed(seed)
-        return seed
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return 0
-    return int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"))
-
-
 def set_option(handle, group, name, value):
     """Sets a choice, whose value is a word, or a hyper-parameter."""
     if isinstance(value, str):

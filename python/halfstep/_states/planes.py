@@ -31,7 +31,7 @@ class Plane:
     #: the name of the state, or "weight"
     name: str
     #: the end of the key in `state[p]`
-    part: str
+    end: str
     dtype: torch.dtype
     #: the shape of the tensor, or of the local part of a DTensor
     shape: tuple
@@ -47,7 +47,7 @@ class Plane:
     @property
     def key(self):
         """The key in `state[p]`."""
-        return self.name + self.part
+        return self.name + self.end
 
     def fits(self, tensor, device):
         tensor = local(tensor)

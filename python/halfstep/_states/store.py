@@ -186,14 +186,14 @@ class StoreFile:
     """The file of an optimizer's states.
 
     file        the open file of halfstep_io, or None
-    part        the handle that is bound to it. It outlives its engine until the next is bound
+    handle      the handle that is bound to it. It outlives its engine until the next is bound
     indices     the tensors of that handle and their names, by parameter
     places      (group, position) of the parameters that the file holds, or None before it is made
     versions    _mark() of weights as the file holds them, by parameter
     held        True while what is loaded is not to be made durable yet
     """
 
-    file = part = places = None
+    file = handle = places = None
     closed = held = False
 
     def __init__(self, parts):
@@ -213,10 +213,10 @@ class StoreFile:
     def close(self):
         """Closes the file, for good unless `closed` is reset."""
         self.closed = True
-        part, file = self.part, self.file
-        self.part = self.file = None
-        if part is not None:
-            part.close()
+        handle, file = self.handle, self.file
+        self.handle = self.file = None
+        if handle is not None:
+            handle.close()
         if file is not None:
             _io().halfstep_store_close(file)
 
@@ -326,13 +326,13 @@ class StoreFile:
                 " the processor: use halfstep.CPUOffload(..., store=), which copies weights and"
                 " gradients"
             )
-        part, fresh = engine.handle, self.file is None
+        handle, fresh = engine.handle, self.file is None
         if fresh:
-            self._open(engine, part, state)
+            self._open(engine, handle, state)
         else:
-            _call("store_bind", self.file, part)
-        before, self.part = self.part, part
-        if before is not None and before is not part:
+            _call("store_bind", self.file, handle)
+        before, self.handle = self.handle, handle
+        if before is not None and before is not handle:
             before.close()
         self.indices = {m.p: (m.index, m.name) for m in engine.members}
         if fresh:
@@ -350,7 +350,7 @@ class StoreFile:
                 converted.append(m.p)
         return converted
 
-    def _open(self, engine, part, state):
+    def _open(self, engine, handle, state):
         if self.closed:
             raise RuntimeError(f"halfstep: {self.path} was closed; make another optimizer from it")
         place = os.path.realpath(self.path)
@@ -362,13 +362,13 @@ class StoreFile:
             )
         path, options = os.fsencode(self.path), self.groups.options
         weights = [self.placement.weight_here(m) for m in engine.members]
-        pointers = (c_void_p * len(weights))(*map(torch.Tensor.data_ptr, weights))
+        pointers = (c_void_p * len(weights))(*map(sharding.address, weights))
         given = abi.StoreOptions.new(
             without_weights=not options.store.weights, memory=options.store.memory or 0
         )
         file, exists = c_void_p(), self.exists
         name = "store_open" if exists else "store_create"
-        _call(name, path, part, pointers, byref(given), byref(file))
+        _call(name, path, handle, pointers, byref(given), byref(file))
         self.file, self.exists, self.told = file, True, None
         _open[place] = self
         for m in engine.members:
@@ -377,7 +377,7 @@ class StoreFile:
             kept = self._kept(contents(self.path)[2])
             params = self.groups.params()
             self.steps.restore({params[i]: True for i in kept.get("pending", ())})
-            self._tell_groups(engine, part)
+            self._tell_groups(engine, handle)
             with torch.no_grad():
                 for m, weight in zip(engine.members, weights):
                     if weight.data_ptr() != stored(m.p).data_ptr():
@@ -397,12 +397,12 @@ class StoreFile:
             values[key] = calls.number(record, m.rule, key)
         return {key: layout.number(value, key) for key, value in values.items()}
 
-    def _tell_groups(self, engine, part):
+    def _tell_groups(self, engine, handle):
         """Writes the counts of the file into the groups."""
         groups = self.groups.param_groups
         for group in engine.groups:
             groups[group.place]["group_steps"] = group.count_steps()
-        skipped, norm = lib.halfstep_skipped_steps(part), lib.halfstep_gradient_norm(part)
+        skipped, norm = lib.halfstep_skipped_steps(handle), lib.halfstep_gradient_norm(handle)
         for group in groups:
             group["skipped_steps"], group["last_norm"] = int(skipped), float(norm)
 
@@ -433,12 +433,12 @@ class StoreFile:
 
     def _bytes(self, function, p, s, tensor):
         self.placement.settle()
-        if self.part is None or p not in self.indices:
+        if self.handle is None or p not in self.indices:
             raise RuntimeError(f"halfstep: {self.path} was closed; make another optimizer from it")
         if tensor.numel():
             place, size = tensor.data_ptr(), tensor.numel() * tensor.element_size()
             index, _ = self.indices[p]
-            invoke(function, self.part, index, s.slot, s.extra, 0, size, place)
+            invoke(function, self.handle, index, s.slot, s.extra, 0, size, place)
         return tensor
 
     def read(self, p, s):
@@ -482,7 +482,7 @@ class StoreFile:
             return weight.data_ptr()
         size = weight.numel() * weight.element_size()
         place = m.index, abi.SLOT_WEIGHT, 0, 0, size, weight.data_ptr()
-        invoke(lib.halfstep_write_bytes, self.part, *place)
+        invoke(lib.halfstep_write_bytes, self.handle, *place)
         return None
 
     def round_weights(self, engine, keep):
@@ -492,7 +492,7 @@ class StoreFile:
             return None
         weights = [self.placement.weight_here(m) for m in engine.members]
         keep += weights
-        return (c_void_p * len(weights))(*map(torch.Tensor.data_ptr, weights))
+        return (c_void_p * len(weights))(*map(sharding.address, weights))
 
     def stepped(self, params):
         """Notes that a step wrote these weights, here and in the file."""
@@ -505,7 +505,7 @@ class StoreFile:
         engine, keep = self.cache.build(decides=False), []
         self.prepare(engine, self.steps.pending, keep, all=True)
         weights = self.round_weights(engine, keep)
-        self.check(lib.halfstep_flush(self.part, weights), self.part)
+        self.check(lib.halfstep_flush(self.handle, weights), self.handle)
 
     def save(self, path):
         """Writes the optimizer to a safetensors file, tensor by tensor."""
@@ -513,13 +513,13 @@ class StoreFile:
         sizes = [(c_uint64 * m.p.dim())(*m.p.shape) for m in members]
         shapes = (c_void_p * len(sizes))(*map(ctypes.addressof, sizes))
         options = abi.FileOptions.new(shapes=ctypes.addressof(shapes))
-        _call("write_optimizer", os.fsencode(path), self.part, None, byref(options))
+        _call("write_optimizer", os.fsencode(path), self.handle, None, byref(options))
 
     def takes(self, state):
         """Returns True if a state dictionary has the recipes of the file's tensors."""
         members = {p: self.names.recipe(g, i) for g, i, p in self.groups.members()}
         params = self.groups.params()
-        return not self.cache.empty and all(
+        return all(
             layout.recipe_of(held, "") == members[params[place]] for place, held in state.items()
         )
 
@@ -530,7 +530,7 @@ class StoreFile:
         try:
             load({**state_dict, "state": {}})
             members = self.cache.build(decides=False).members
-            _call("read_optimizer", os.fsencode(path), self.part, None, None)
+            _call("read_optimizer", os.fsencode(path), self.handle, None, None)
             places = {p: i for i, p in enumerate(self.groups.params())}
             for m in members:
                 held = state_dict["state"].get(places[m.p])

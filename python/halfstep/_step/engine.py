@@ -37,7 +37,7 @@ def formats_of(settings, groups):
     ]
 
 
-class Group:
+class HandleGroup:
     """A group of a handle. `place` is the place of the optimizer's group, `index` the index in the
     handle, and `count` the number of the optimizer's groups."""
 
@@ -127,7 +127,7 @@ class Group:
         )
 
 
-class DevicePart(Handle):
+class DeviceHandle(Handle):
     """A handle for the `n` members from number `first` on, all on one device. Its arrays of
     pointers are slices of the engine's.
 
@@ -177,7 +177,7 @@ class Engine:
         self.formats = formats_of(settings, groups)
         self.parts, self.members, self.groups = [], [], []
         for device, stage, some in divided or [(devices.HOST, None, [])]:
-            part = DevicePart(settings.threads, settings.seed, device)
+            part = DeviceHandle(settings.threads, settings.seed, device)
             self.parts.append(part)
             members, c_groups, _ = declare(part, settings, some, meant, stage)
             part.first, part.n, part.stage = len(self.members), len(members), stage
@@ -186,7 +186,7 @@ class Engine:
             for m in members:
                 m.stage = stage
             self.members += members
-            self.groups += [Group(g, part, c, groups) for (g, _), c in c_groups.items()]
+            self.groups += [HandleGroup(g, part, c, groups) for (g, _), c in c_groups.items()]
         self.handle = self.parts[0]
         self.asynchronous = any(part.asynchronous for part in self.parts)
         self.index_of = {m.p: i for i, m in enumerate(self.members)}
@@ -226,7 +226,7 @@ class Engine:
             held.update(made)
             for key in obsolete & set(held):
                 del held[key]
-            if type(held) is dict and any(s.part == ".codes" for s in m.planes):
+            if type(held) is dict and any(s.end == ".codes" for s in m.planes):
                 state[m.p] = layout.Coded(held)
             if weight is not None:
                 with torch.no_grad():
@@ -304,7 +304,7 @@ class Engine:
         """Destroys the handles."""
         parts, self.parts, self.handle = self.parts, (), None
         for part in parts:
-            if self.store is None or self.store.part is not part:
+            if self.store is None or self.store.handle is not part:
                 part.close()
 
     def changed(self, groups):

@@ -53,7 +53,6 @@ class Gather:
         """Returns the addresses of one weight and its gradient. Handles tensors that are sharded,
         offloaded or not contiguous. Returns None if the engine does not fit any more."""
         keep, back = ready.keep, ready.back
-        sharded = m.part is not None and m.part.mesh is not None
         if m.gathered:
             grad = sharding.gradient_of(p, grad, m.name)
             if check_gradient(p, grad, m.name) != m.gradient:
@@ -68,7 +67,7 @@ class Gather:
             weight, grad = self.placement.bring(m, p, grad)
             back.append((m, weight))
             return sharding.address(weight), sharding.address(grad)
-        if sharded:
+        if m.part is not None and m.part.mesh is not None:
             grad, p = local(sharding.gradient_of(p, grad, m.name)), local(p)
             keep.append(grad)
         if (
@@ -83,7 +82,7 @@ class Gather:
         if not m.dense:
             weight = devices.contiguous(weight)
             back.append((p, weight))
-        return weight.data_ptr(), sharding.address(grad) if sharded else grad.data_ptr()
+        return sharding.address(weight), sharding.address(grad)
 
     @staticmethod
     def _is_where_it_was(m, p):
@@ -104,7 +103,7 @@ class Gather:
         """Fills the pointer arrays. Returns False if the engine does not fit any more."""
         engine, stepped = ready.engine, ready.stepped
         plain = engine.plain if self.placement.in_grad else None
-        if plain and len(plain.params) == len(self.cache.flat) - len(self.cache.empty):
+        if plain and len(plain.params) == len(self.cache.flat):
             addresses = plain.gradients(self.groups.state)
             if addresses:
                 engine.gradients[:] = addresses
@@ -116,7 +115,7 @@ class Gather:
         engine.weights_are_plain = False
         for p, i in zip(self.cache.flat, self.cache.indices):
             grad = self.placement.gradient_of(p)
-            if grad is None or (i < 0 and p.numel() == 0):
+            if grad is None:
                 if i >= 0:
                     engine.gradients[i] = None
                 continue
@@ -139,8 +138,6 @@ class Gather:
         for i in range(len(engine.members)):
             engine.gradients[i] = None
         for p, (weight, grad) in given.items():
-            if p.numel() == 0:
-                continue
             i = engine.index_of.get(p, -1)
             if i < 0 or self.cache.stale(engine.members[i]):
                 return False
@@ -151,7 +148,8 @@ class Gather:
             held = devices.contiguous(weight)
             if held.data_ptr() != weight.data_ptr():
                 ready.back.append((weight, held))
-            engine.weights[i], engine.gradients[i] = held.data_ptr(), keep[-1].data_ptr()
+            engine.weights[i] = sharding.address(held)
+            engine.gradients[i] = sharding.address(keep[-1])
         return True
 
 

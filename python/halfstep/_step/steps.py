@@ -6,7 +6,6 @@ import torch
 from .._library import abi
 from .._ranks import agreement
 from .._ranks.classes import classes_of
-from .._states import empty
 from .._states.members import NOTHING, Member
 from .._tensors import devices
 from .._tensors.parameters import stored_dtype
@@ -136,9 +135,6 @@ class Steps:
             code, handle = engine.step(micro, ahead)
             if engine.asynchronous:
                 engine.keep_until_read([local(p.grad) for p in stepped if p.grad is not None])
-                if self.cache.empty and code == abi.OK:  # their steps are counted here
-                    code, handle = engine.hear()
-                    engine.tell(self.groups.param_groups)
             done = code == abi.OK or self.groups.options.scan == "per-tensor"
             if not micro:
                 self.placement.judge(engine, done)
@@ -151,8 +147,6 @@ class Steps:
             if not isinstance(error, Exception) and (ahead is None or code is not None):
                 self.land(engine, *written)
             raise
-        if self.cache.empty and done and not micro:
-            self._count_empty()
 
     def _tell(self, engine, code, back, stepped, handle, counted=True):
         """Acts on the code of a call, and writes back weights that were worked on in copies.
@@ -215,9 +209,6 @@ class Steps:
         if not agreement.everywhere(settings, groups, zero):
             return False
         self.cache.build()
-        for g, i, p in self.groups.members():
-            if p.numel() == 0 and p.grad is not None:
-                empty.count(self.groups, self.names, g, i, p, 0)
         self.cache.drop()
         return True
 
@@ -245,12 +236,6 @@ class Steps:
         """Makes ranks that share parameters compare their settings again."""
         self._agreed = False
 
-    def _count_empty(self, only=None):
-        """Counts a step of each parameter without elements that has a gradient, or of `only`."""
-        for g, i, p in self.groups.members():
-            if not p.numel() and p.grad is not None and p is (p if only is None else only):
-                empty.count(self.groups, self.names, g, i, p)
-
     # ---- One parameter ---------------------------------------------------------------------------
 
     def take(self, p):
@@ -275,10 +260,6 @@ class Steps:
 
     def _step_one(self, p, grad, micro):
         engine = self.cache.engine
-        if p.numel() == 0 and (engine is None or p not in engine.index_of):
-            if not micro:
-                self._count_empty(p)
-            return
         if engine is not None and (self.released if micro else p in self.released):
             self.end_round()
         ready, m, found = self._gather_one(p, grad)

@@ -23,7 +23,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .._library import abi, calls
 from .._library.abi import check, invoke, lib
-from .._states.handles import Handle, seed_of
+from .._settings.options import seed_of
+from .._states.handles import Handle
 from .._tensors import devices, parameters, torch_public
 
 __all__ = ["adam", "adamw", "adan", "lion", "radam", "ranger", "sgd", "stableadamw"]
@@ -208,7 +209,7 @@ def _step(name, given, states, hypers, *, before=_SETTLED, full=0, writes=None, 
         [item] for item in items if item.scaled
     ]
     if len(batches) > 2 and not all(bool(item.grad.isfinite().all()) for item in items):
-        _refuse("a gradient")
+        _refuse("a gradient is not finite")
         return
     made = True
     for batch in filter(None, batches):
@@ -233,7 +234,7 @@ def _step(name, given, states, hypers, *, before=_SETTLED, full=0, writes=None, 
             item.identity[1] += code == abi.OK
         if code == abi.NONFINITE:
             made = False
-            _refuse(*calls.nonfinite_tensor(lists))
+            _refuse(abi.why(lists))
         else:
             check(code, lists)
             if not micro:
@@ -242,11 +243,8 @@ def _step(name, given, states, hypers, *, before=_SETTLED, full=0, writes=None, 
         given["step"].add_(1)
 
 
-def _refuse(what, too_large=False):
-    wrong = "2^62 or more, too large to be squared" if too_large else "not finite"
-    torch_public.warn(
-        f"{what} is {wrong}; the step was refused and changed nothing", RuntimeWarning
-    )
+def _refuse(why):
+    torch_public.warn(f"{why}; the step was refused and changed nothing", RuntimeWarning)
 
 
 def over(weight_decay, lr):
@@ -584,11 +582,6 @@ def sgd(
 ):
     """Makes one step of SGD on lists of tensors; see `adam`. Without momentum `exp_avgs` is not
     used, and a micro-step is refused, because it would drop the gradients."""
-    if optimizer_accumulation and not momentum:
-        raise ValueError(
-            "halfstep: sgd without momentum keeps no gradients, so a micro-step would lose them;"
-            " give momentum="
-        )
     hypers = _hypers("sgd", locals())
     hypers["dampening"] = float(momentum) if dampening else 0.0
     _step("sgd", locals(), [exp_avgs] if momentum else [], hypers)
