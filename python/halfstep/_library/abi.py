@@ -294,7 +294,6 @@ signatures = {
     "read_slot": (c_int, _handle, c_int32, c_int32, c_void_p, c_int64, c_int64, c_void_p),
     "write_slot": (c_int, _handle, c_int32, c_int32, c_void_p, c_int64, c_int64, c_void_p),
     "read_average": (c_int, _handle, c_int32, c_void_p, c_int64, c_int64, c_void_p),
-    "memory": (c_int, _handle, _bytes, _bytes, _bytes, _bytes, POINTER(c_int32)),
     "rule_count": (c_int32,),
     "get_rule_info": (c_int, c_int32, POINTER(RuleInfo)),
     "format_count": (c_int32,),

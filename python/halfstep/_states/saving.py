@@ -10,7 +10,7 @@ from .loading import Loading, unwrap
 
 #: attributes that pickles leave out, because they are rebuilt or bound to this process. "step" is
 #: among them because a scheduler may have wrapped the instance's.
-_TRANSIENT = ("_parts", "_witness", "_number", "grad_scale", "found_inf", "step")
+_TRANSIENT = ("_parts", "_witness", "_number", "grad_scale", "found_inf", "step", "_left")
 
 
 class Saving:

@@ -20,11 +20,10 @@ class Scaler:
     is not finite. Either may be None."""
 
     def __init__(self, scale, found_inf):
-        self.scale, self.found_inf = scale, found_inf
-        self.on_gpu = any(
-            isinstance(t, torch.Tensor) and devices.is_asynchronous(devices.of(t))
-            for t in (scale, found_inf)
-        )
+        self.scale, self.found_inf, self.on_gpu = scale, found_inf, False
+        for t in (scale, found_inf):
+            if isinstance(t, torch.Tensor) and devices.is_asynchronous(devices.of(t)):
+                self.on_gpu = True
 
     @property
     def refuses(self):

@@ -113,22 +113,13 @@ class FlashOptimizer(ReleasedByModel):
             check_numerics=check_numerics,
             fused=fused,
         )
-        self._fused, self._compress_state_dict, self._check_numerics = (
-            fused,
-            compress_state_dict,
-            check_numerics,
-        )
+        self._fused, self._check_numerics = fused, check_numerics
+        self._compress_state_dict = compress_state_dict
         # id(parameter) -> its largest magnitude when it was last measured
         self._largest: Dict[int, float] = {}
-        super().__init__(
-            params,
-            {
-                **(defaults or {}),
-                "lr": lr,
-                "master_bytewidth": _WIDTHS[master_weight_bits],
-                "quantize": quantize,
-            },
-        )
+        width = _WIDTHS[master_weight_bits]
+        own = {"lr": lr, "master_bytewidth": width, "quantize": quantize}
+        super().__init__(params, {**(defaults or {}), **own})
         dtypes = {p.dtype for group in self.param_groups for p in group["params"]}
         if (
             master_weight_bits is not None

@@ -224,9 +224,8 @@ def _own(optimizer_class):
     """Returns this package's class in place of torch's class of the same name."""
     if not optimizer_class.__module__.startswith("torch.optim"):
         return optimizer_class
-    found = {name.lower(): cls for name, cls in classes.items()}.get(
-        optimizer_class.__name__.lower()
-    )
+    name = optimizer_class.__name__.lower()
+    found = next((cls for own, cls in classes.items() if own.lower() == name), None)
     if found is None:
         raise ValueError(f"halfstep has no {optimizer_class.__name__}; known: {', '.join(classes)}")
     return found
