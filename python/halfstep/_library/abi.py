@@ -400,16 +400,8 @@ class HalfstepMemoryError(HalfstepError, MemoryError):
     """The operating system refused memory."""
 
 
-_error_classes = {
-    **dict.fromkeys(
-        (
-            *(ERROR_ARGUMENT, ERROR_NAME, ERROR_RANGE),
-            *(ERROR_SHAPE, ERROR_DUPLICATE, ERROR_UNSUPPORTED),
-        ),
-        HalfstepValueError,
-    ),
-    ERROR_MEMORY: HalfstepMemoryError,
-}
+_VALUE = ERROR_ARGUMENT, ERROR_NAME, ERROR_RANGE, ERROR_SHAPE, ERROR_DUPLICATE, ERROR_UNSUPPORTED
+_error_classes = {**dict.fromkeys(_VALUE, HalfstepValueError), ERROR_MEMORY: HalfstepMemoryError}
 
 
 def _text(value: Optional[bytes]) -> str:

@@ -119,9 +119,9 @@ def tidy(groups, names):
             steps = layout.whole(new.get("step"))
             if steps is not None and not layout.is_number(new["step"], "step"):
                 new["step"] = layout.number(float(steps), "step")
-            for key in layout.numbers_of(rule):
-                if key in new and not layout.is_number(new[key], key):
-                    new[key] = layout.number(layout.take_number(new, key, name), key)
+            for key, value in list(layout.repaired(new, layout.numbers_of(rule), name)):
+                if value is not None:
+                    new[key] = layout.number(value, key)
             state.clear()
             state.update(new)
 

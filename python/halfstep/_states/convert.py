@@ -299,12 +299,10 @@ def _created(m, state, hypers):
     if old != m.recipe:
         made["recipe"] = layout.recipe_number(m.recipe)
     initial = {"id": layout.signed(m.id), **dict.fromkeys(layout.COUNTERS, steps)}
-    for key in layout.numbers_of(m.rule, m.planes):
-        if key not in made and not layout.is_number(state.get(key), key):
-            value = layout.take_number(state, key, m.name)
-            made[key] = layout.number(
-                initial.get(key, layout.initial(key)) if value is None else value, key
-            )
+    for key, value in layout.repaired(state, layout.numbers_of(m.rule, m.planes), m.name):
+        if key not in made:
+            value = initial.get(key, layout.initial(key)) if value is None else value
+            made[key] = layout.number(value, key)
     begins = (
         has and not steps and old is not None
     )  # until the first step, a copy of the weight is made anew

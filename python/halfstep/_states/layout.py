@@ -263,6 +263,14 @@ def take_number(state, key, name):
     return found
 
 
+def repaired(state, keys, name):
+    """Yields key and value of the numbers of a state that are not as the library writes them. The
+    value is None if there is none."""
+    for key in keys:
+        if not is_number(state.get(key), key):
+            yield key, take_number(state, key, name)
+
+
 def flat(state):
     """Returns a state without nested dictionaries. torch's flattened checkpoints return one if a
     key of ours is missing, or if it begins several keys of the file."""

@@ -38,25 +38,18 @@ _open = WeakValueDictionary()
 #: keys of groups that a file keeps elsewhere, or not at all
 _NOT_KEPT = ("params", "param_names", "train_mode", *TOLD)
 
-
 _text = c_char_p, c_size_t
+_of_file = c_int, c_char_p, c_void_p, c_void_p
 _SIGNATURES = {
-    **dict.fromkeys(
-        ("store_create", "store_open"),
-        (
-            *(c_int, c_char_p, c_void_p, c_void_p, POINTER(abi.StoreOptions), POINTER(c_void_p)),
-            *_text,
-        ),
-    ),
+    "store_create": (*_of_file, POINTER(abi.StoreOptions), POINTER(c_void_p), *_text),
+    "store_open": (*_of_file, POINTER(abi.StoreOptions), POINTER(c_void_p), *_text),
     "store_bind": (c_int, c_void_p, c_void_p, *_text),
     "store_set_value": (c_int, c_void_p, c_char_p, c_char_p, *_text),
     "store_close": (None, c_void_p),
     "store_get_info": (c_int, c_char_p, POINTER(abi.StoreInfo), *_text),
     "store_free_info": (None, POINTER(abi.StoreInfo)),
-    **dict.fromkeys(
-        ("write_optimizer", "read_optimizer"),
-        (c_int, c_char_p, c_void_p, c_void_p, POINTER(abi.FileOptions), *_text),
-    ),
+    "write_optimizer": (*_of_file, POINTER(abi.FileOptions), *_text),
+    "read_optimizer": (*_of_file, POINTER(abi.FileOptions), *_text),
 }
 
 
@@ -342,10 +335,9 @@ class StoreFile:
         for m in engine.members:
             held = state.get(m.p)
             if isinstance(held, StoredState) and held.store is self:
-                for key in ("step", *layout.numbers_of(m.rule, m.planes)):
-                    value = layout.take_number(held, key, m.name)
-                    if not layout.is_number(held.get(key), key):
-                        held[key] = layout.number(value or layout.initial(key), key)
+                keys = ("step", *layout.numbers_of(m.rule, m.planes))
+                for key, value in list(layout.repaired(held, keys, m.name)):
+                    held[key] = layout.number(value or layout.initial(key), key)
             elif self._take(m, state, meant[m.group]):
                 converted.append(m.p)
         return converted

@@ -16,12 +16,6 @@ _Tensor = torch.Tensor
 _get_dtype, _get_shape, _get_device = (
     getattr(_Tensor, name).__get__ for name in ("dtype", "shape", "device")
 )
-_numel, _is_contiguous, _is_neg, _data_ptr = (
-    _Tensor.numel,
-    _Tensor.is_contiguous,
-    _Tensor.is_neg,
-    _Tensor.data_ptr,
-)
 _PLAIN_TYPES = {_Tensor}
 # How often one handle makes guards. Gradients that keep changing would make guards useless.
 _MOST_GUARDS = 4
@@ -181,7 +175,7 @@ class Plain:
             [tensor() for key, tensor, _ in m.bound if not key.endswith(GRID)] for m in members
         ]
         self.tensors = [tensor for pair in zip(planes, numbers) for tensor in pair[0] or pair[1]]
-        self.addresses = list(map(torch.Tensor.data_ptr, self.tensors))
+        self.addresses = list(map(_Tensor.data_ptr, self.tensors))
         # The library writes these and counts no version, so a new version means another writer.
         self.counts = [m.numbers[key] for m in members for key in m.shown]
         self.step_versions = [m.versions["step"] for m in members]
@@ -210,7 +204,7 @@ class Plain:
                 if not self._are_plain(grads):
                     return None
                 self._guard(grads)
-            addresses = list(map(_data_ptr, grads))
+            addresses = list(map(_Tensor.data_ptr, grads))
         except RuntimeError:  # sparse tensors have no address
             return None
         if 0 in addresses:  # tensors without memory
@@ -242,8 +236,8 @@ class Plain:
                     return None
                 held[i] = held[i].packed
         if (
-            list(map(_data_ptr, self.tensors)) != self.addresses
-            or list(map(_data_ptr, held)) != self.weights
+            list(map(_Tensor.data_ptr, self.tensors)) != self.addresses
+            or list(map(_Tensor.data_ptr, held)) != self.weights
         ):
             return None
         return addresses
@@ -256,16 +250,16 @@ class Plain:
         if (
             list(map(_get_dtype, self.params)) != self.weight_dtypes
             or list(map(_get_shape, self.params)) != self.shapes
-            or not all(map(_is_contiguous, self.params))
+            or not all(map(_Tensor.is_contiguous, self.params))
         ):
             return False
         return (
             list(map(_get_dtype, grads)) == self.dtypes
             and list(map(_get_device, grads)) == list(map(_get_device, self.params))
-            and list(map(_numel, grads)) == self.numels
-            and all(map(_is_contiguous, grads))
-            and not any(map(_is_neg, grads))
-            and not any(map(_is_neg, self.params))
+            and list(map(_Tensor.numel, grads)) == self.numels
+            and all(map(_Tensor.is_contiguous, grads))
+            and not any(map(_Tensor.is_neg, grads))
+            and not any(map(_Tensor.is_neg, self.params))
         )
 
     def _guard(self, grads):

@@ -23,16 +23,23 @@ DTYPES = {
     "U8": torch.uint8,
     "I16": torch.int16,
 }
-for _name in sorted({x for f in abi.formats.values() for x in (f.code_dtype, f.extra_dtype) if x}):
-    if _name not in DTYPES:
-        raise ImportError(
-            f"halfstep: a format of {abi.path} stores elements of {_name}, which this package does"
-            " not know; add it to DTYPES of _tensors/parameters.py"
-        )
 #: dtypes of weights and gradients -> their plain formats
 PLAIN = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 #: classes of tensors whose memory holds what torch says it holds
 _ORDINARY = {torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.Tensor)}
+
+
+def check_dtypes(formats):
+    """Raises ImportError if a format of the library stores a dtype that is not in DTYPES."""
+    for dtype in sorted({x for f in formats for x in (f.code_dtype, f.extra_dtype) if x}):
+        if dtype not in DTYPES:
+            raise ImportError(
+                f"halfstep: a format of {abi.path} stores elements of {dtype}, which this package"
+                " does not know; add it to DTYPES of _tensors/parameters.py"
+            )
+
+
+check_dtypes(abi.formats.values())
 
 
 def stored_dtype(fmt):
