@@ -3,7 +3,6 @@ BF16 sums do."""
 
 import weakref
 from functools import partial
-from types import TracebackType
 from typing import Any, Dict, Iterable, Optional, Sequence, Tuple, Type, Union
 
 import torch
@@ -228,12 +227,7 @@ class GradientAccumulator:
         self._entered = not self.attached
         return self.attach()
 
-    def __exit__(
-        self,
-        kind: Optional[Type[BaseException]],
-        value: Optional[BaseException],
-        traceback: Optional[TracebackType],
-    ) -> None:
+    def __exit__(self, kind: Optional[Type[BaseException]], *_: Any) -> None:
         if self._entered:
             self.detach()
         if kind is None:

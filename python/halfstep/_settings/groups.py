@@ -17,22 +17,12 @@ COMMON = ("maximize", "centralize", "cautious")
 OWN = ("weights", "states", "decay", "reference_lr")
 #: keys of a group that hold counts of the optimizer, always there and always current
 TOLD = ("group_steps", "skipped_steps", "last_norm")
-#: keys of groups that are no options: those of torch, of its schedulers, and of this package
-_GROUP_KEYS = {
-    "params",
-    "param_names",
-    "initial_lr",
-    "max_lr",
-    "min_lr",
-    "max_momentum",
-    "base_momentum",
-    "schedule",
-    "decay_schedule",
-    "ids",
-    "recipes",
-    "first_lr",
-    *TOLD,
-}
+#: keys of a group that are there without being options
+NO_OPTIONS = ("params", "param_names", *TOLD)
+#: keys of torch's schedulers and of this package, which are no options either
+_BESIDE = (
+    "initial_lr max_lr min_lr max_momentum base_momentum schedule decay_schedule first_lr".split()
+)
 #: dtypes of weights whose format an option says
 _LOW = (torch.bfloat16, torch.float16)
 #: two swapped letters of eight are a slip; a word of four letters after one of eleven is not
@@ -155,7 +145,7 @@ class Groups:
     def begin(self, group):
         """Completes a group that was just added. Removes what another optimizer has written into
         it."""
-        for key in ("ids", "recipes", "first_lr", *TOLD):
+        for key in ("first_lr", *TOLD):
             group.pop(key, None)
         first = self[0]
         group.update(
@@ -241,7 +231,7 @@ class Groups:
         torch keeps them, because somebody else uses them."""
         known = {*self.defaults, *self.options.beside_defaults, *self.row_of(group).hypers}
         for key in group:
-            if key not in known and key not in _GROUP_KEYS:
+            if key not in known and key not in NO_OPTIONS and key not in _BESIDE:
                 near = next((option for option in sorted(known) if _is_misspelt(key, option)), None)
                 if near:
                     raise ValueError(

@@ -12,18 +12,9 @@ from .._tensors import matrices, sharding
 from .._tensors.parameters import described, holds
 from . import convert, layout
 
-#: group keys that only this package has
-OURS = (
-    *OWN,
-    *(name for name in COMMON if name != "maximize"),  # torch's too
-    "first_lr",
-    "seed",
-    "generator",
-    "matrix",
-    "heads",
-    "split",
-    *TOLD,
-)
+#: group keys that only this package has; torch has "maximize", too
+_OWN = ("first_lr", "seed", "generator", "matrix", "heads", "split")
+OURS = {*OWN, *COMMON, *TOLD, *_OWN} - {"maximize"}
 #: advice for an optimizer whose groups may have several rules
 _GROUPS = "; make the optimizer with groups of the same rules as they were saved with"
 #: rules whose optimizers in torch save no step count

@@ -20,7 +20,7 @@ import torch
 
 from .._library import abi, calls
 from .._library.abi import check, invoke, lib
-from .._settings.groups import TOLD
+from .._settings.groups import NO_OPTIONS
 from .._tensors import devices, sharding
 from .._tensors.sharding import stored
 from .._tensors.torch_public import increment_versions, warn_once
@@ -35,8 +35,6 @@ _OF_FILES = (abi.ERROR_FORMAT, abi.ERROR_MISMATCH, abi.ERROR_IO)
 _KEY = "python"
 #: the stores of this process that have a file open, by its path
 _open = WeakValueDictionary()
-#: keys of groups that a file keeps elsewhere, or not at all
-_NOT_KEPT = ("params", "param_names", "train_mode", *TOLD)
 
 _text = c_char_p, c_size_t
 _of_file = c_int, c_char_p, c_void_p, c_void_p
@@ -587,7 +585,7 @@ def _plain(group):
     """Returns what JSON can hold of a group."""
     out = {}
     for key, value in group.items():
-        if key in _NOT_KEPT:
+        if key in NO_OPTIONS or key == "train_mode":
             continue
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             value = value.item()

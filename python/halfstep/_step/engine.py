@@ -15,7 +15,7 @@ import torch
 from .._library import abi, calls
 from .._library.abi import check, invoke, lib
 from .._ranks import agreement
-from .._settings.groups import TOLD, check_told
+from .._settings.groups import NO_OPTIONS, check_told
 from .._states import convert, layout
 from .._states.handles import Handle, set_option
 from .._states.members import NOTHING, declare
@@ -23,9 +23,6 @@ from .._tensors import devices, sharding
 from .._tensors.matrices import how_of
 from .._tensors.sharding import stored
 from .gather import Plain
-
-#: keys of a group that are not hyper-parameters
-_NO_HYPERS = ("params", "param_names", *TOLD)
 
 
 def formats_of(settings, groups):
@@ -90,7 +87,7 @@ class HandleGroup:
         holds tensors, lists or dictionaries is always read again.
         """
         values = [
-            v for key, v in group.items() if key not in _NO_HYPERS and not (key == "d" and totals)
+            v for key, v in group.items() if key not in NO_OPTIONS and not (key == "d" and totals)
         ]
         if (
             self.values is not None
