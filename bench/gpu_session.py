@@ -98,8 +98,8 @@ STEPS = (
         False,
         250,
         "through PyTorch: every rule, streams, graphs, scalers, offload and streaming",
-        "-m pytest -q -p no:cacheprovider tests/python/test_cuda.py"
-        " tests/python/test_offload.py tests/python/test_streaming.py",
+        "-m pytest -q -p no:cacheprovider tests/python/gpu/test_cuda.py"
+        " tests/python/gpu/test_offload.py tests/python/gpu/test_streaming.py",
         "torch pytest",
     ),
     Step(

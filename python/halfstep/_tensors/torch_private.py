@@ -3,7 +3,7 @@
 A comment names them as `name` in the file of torch that it answers to, since the first torch of
 tests/packages/matrix that has them there. All were seen up to torch 2.15. A name that is gone is an
 ImportError of one sentence where it is needed. Comments say if something else happens instead.
-tests/python/test_torch_private.py holds this, and finds such names in other modules.
+tests/python/steps/test_torch_private.py holds this, and finds such names in other modules.
 """
 
 import functools
