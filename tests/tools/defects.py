@@ -47,7 +47,7 @@ DEFECTS = (
     + [
         (
             "nn/test_int8_weight.py::test_memory_is_that_of_the_bytes",
-            "_weights8/memory.py",
+            "_weights8/functions.py",
             "    func(weight._stored)\n    return weight\n",
             "    return weight\n",
             "share_memory() does not reach the bytes of a weight",

@@ -67,7 +67,7 @@ make_wrapper = _later(torch.Tensor, "_make_wrapper_subclass", _PACKED)
 
 #: makes torch's C++ code raise where it asks a wrapper for memory.
 #: `_set_throw_on_mutable_data_ptr` in torch/_C/__init__.pyi since 2.6. Without it nothing is done,
-#: and the functions of memory.py are still refused.
+#: and the functions of functions.py are still refused.
 guard_memory = getattr(torch._C, "_set_throw_on_mutable_data_ptr", lambda wrapper: None)
 
 #: torch's method for a storage that has a dtype. `_typed_storage` in torch/_tensor.py since 2.1.

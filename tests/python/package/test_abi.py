@@ -395,6 +395,21 @@ def test_the_environment_names_the_library(tmp_path):
     assert load(copy) == ""
 
 
+@pytest.mark.parametrize(
+    "recipe, words",
+    [
+        ("nope", "unknown rule 'nope'; 'python -m halfstep info' lists the rules"),
+        ("adamw/f32/nope", "unknown format 'nope'; 'python -m halfstep info' lists the formats"),
+        ("adamw/int8", "recipe 'adamw/int8': 'int8' cannot store weights"),
+        ("adamw/f32/int8/x", "text after the state formats"),
+    ],
+)
+def test_the_library_says_what_is_wrong_with_a_recipe(recipe, words):
+    for call in (abi.recipe_full, abi.recipe_caveat):
+        with pytest.raises(ValueError, match=words):
+            call(recipe)
+
+
 def test_a_library_that_cannot_be_loaded(tmp_path):
     (tmp_path / "text.so").write_text("no library")
     for name, words in (("nothing.so", "does not exist"), ("text.so", "cannot be loaded")):

@@ -13,8 +13,7 @@ PACKAGE = Path(halfstep.__file__).parent
 #: from the top to the bottom, as docs/architecture.md has them
 ROOMS = ["public", "_forecast", "_placement", "_step", "_states", "_ranks", "_settings",
          "_weights8", "_tensors", "_library"]  # fmt: skip
-FILES = {path.relative_to(PACKAGE): path for path in sorted(PACKAGE.rglob("*.py"))}
-TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FILES.items()}
+FILES = {p.relative_to(PACKAGE): p.read_text("utf-8") for p in sorted(PACKAGE.rglob("*.py"))}
 #: methods of the largest class, lines of a module that says nothing of its length
 MOST_METHODS, MOST_LINES = 45, 500
 
@@ -23,40 +22,34 @@ def room_of(parts):
     return parts[0] if parts and parts[0] in ROOMS else "public"
 
 
-def imports(tree, folder):
-    """Returns what a module of a folder imports of this package, as (line, names, late)."""
+def wrong(name, text):
+    """Returns the imports of a module that point up, and those inside functions."""
+    folder, tree, found = name.parts[:-1], ast.parse(text), []
     late = {n for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) for n in ast.walk(f)}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level:
-            base = (*folder[: len(folder) + 1 - node.level], *filter(None, [node.module]))
+            base = [*folder[: len(folder) + 1 - node.level], *filter(None, [node.module])]
             for alias in node.names:
-                whole = tuple(".".join((*base, alias.name)).split("."))
-                yield node.lineno, whole, node in late
+                whole = ".".join([*base, alias.name]).split(".")
+                up = ROOMS.index(room_of(whole)) < ROOMS.index(room_of(folder))
+                if up or node in late and whole[-1] != "compiled":
+                    found.append(f"{name}:{node.lineno}: {'.'.join(whole)}")
         elif isinstance(node, (ast.Import, ast.ImportFrom)) and room_of(folder) != "public":
             assert "halfstep" not in ast.unparse(node)  # by its path
-
-
-def wrong(name, tree):
-    """Returns the imports that point up, and those inside functions."""
-    here = ROOMS.index(room_of(name.parts[:-1]))
-    return [
-        f"{name}:{line}: {'.'.join(whole)}"
-        for line, whole, late in imports(tree, name.parts[:-1])
-        if ROOMS.index(room_of(whole)) < here or late and whole[-1] != "compiled"
-    ]
+    return found
 
 
 def test_no_import_points_up():
     assert {room_of(name.parts[:-1]) for name in FILES} == set(ROOMS)
-    found = [line for name, tree in TREES.items() for line in wrong(name, tree)]
+    found = [line for name, text in FILES.items() for line in wrong(name, text)]
     assert not found, "\n".join(found)
-    up = ast.parse("from .._step import cache\ndef f():\n    from . import checks")
+    up = "from .._step import cache\ndef f():\n    from . import checks"
     assert len(wrong(Path("_states/files.py"), up)) == 2
 
 
 @pytest.mark.parametrize("name", list(map(str, FILES)))
 def test_classes_and_modules_are_no_larger_than_they_say(name):
-    tree, lines = TREES[Path(name)], FILES[Path(name)].read_text(encoding="utf-8").count("\n")
+    tree, lines = ast.parse(FILES[Path(name)]), FILES[Path(name)].count("\n")
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
             methods = [f for f in node.body if isinstance(f, ast.FunctionDef)]

@@ -8,7 +8,8 @@ from conftest import randn
 
 from halfstep._library import abi
 from halfstep._library.abi import lib
-from halfstep._states.handles import Handle, read_rows, seed_of, write_rows
+from halfstep._settings.options import seed_of
+from halfstep._states.handles import Handle, read_rows, write_rows
 
 
 def hyper(handle, name):

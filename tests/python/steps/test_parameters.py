@@ -2,6 +2,7 @@
 for the others."""
 
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from halfstep._tensors.parameters import (
     PLAIN,
     SparseGradientError,
     check_cpu,
+    check_dtypes,
     check_gradient,
     check_parameter,
     dense,
@@ -222,6 +224,13 @@ def test_dense():
         found = dense(tensor)
         assert found.is_contiguous() and not found.is_neg() and found.data_ptr()
         assert torch.equal(found, tensor.clone())
+
+
+def test_a_dtype_of_a_new_format_is_told_at_import():
+    check_dtypes(abi.formats.values())
+    for code, extra in (("F8_E4M3", None), ("U8", "F8_E4M3")):
+        with pytest.raises(ImportError, match="elements of F8_E4M3, .* add it to DTYPES of _tens"):
+            check_dtypes([SimpleNamespace(code_dtype=code, extra_dtype=extra)])
 
 
 def test_plain_formats_are_formats():

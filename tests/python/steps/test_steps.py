@@ -541,7 +541,7 @@ def test_gradients_that_are_all_nan_are_not_blamed_on_one():
     params = {name: Parameter(torch.ones(4)) for name in "abc"}
     for clipped, words in (
         (True, "the gradients of all parameters are not finite.*clip_grad_norm_"),
-        (False, "the gradient of parameter 'c' is not finite"),
+        (False, "the gradient of tensor 'c' is not finite"),
     ):
         opt = halfstep.AdamW(params.items())
         for p in params.values():

@@ -104,15 +104,10 @@ calls = {
     _Tensor.map_: _by_python,
     _Tensor.map2_: _by_python,
     _Tensor.__cuda_array_interface__.__get__: _no_interface,
-    **dict.fromkeys(
-        (
-            _Tensor.data_ptr,
-            _Tensor.numpy,
-            _Tensor.__array__,
-            _Tensor.__dlpack__,
-        ),
-        _refuse,
-    ),
+    _Tensor.data_ptr: _refuse,
+    _Tensor.numpy: _refuse,
+    _Tensor.__array__: _refuse,
+    _Tensor.__dlpack__: _refuse,
 }
 
 
