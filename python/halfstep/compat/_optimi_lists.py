@@ -582,6 +582,11 @@ def sgd(
 ):
     """Makes one step of SGD on lists of tensors; see `adam`. Without momentum `exp_avgs` is not
     used, and a micro-step is refused, because it would drop the gradients."""
+    if optimizer_accumulation and not momentum:
+        raise ValueError(
+            "halfstep: sgd without momentum keeps no gradients, so a micro-step would lose them;"
+            " give momentum="
+        )
     hypers = _hypers("sgd", locals())
     hypers["dampening"] = float(momentum) if dampening else 0.0
     _step("sgd", locals(), [exp_avgs] if momentum else [], hypers)
