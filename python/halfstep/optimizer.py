@@ -11,7 +11,7 @@ import torch
 
 from . import accumulate
 from ._library import abi
-from ._placement.memory import Placement
+from ._placement.host import Offloaded
 from ._settings.options import Options, Store, StoreLike, keep_plain, seed_of
 from ._states import checkpoints, checks, files, layout
 from ._states.handles import Handle
@@ -195,7 +195,7 @@ class Optimizer(torch.optim.Optimizer):
     #: True: `weights` comes from whoever makes the optimizer, not from the class
     _weights_asked = True
     #: what options mean, and where parameters are stepped
-    _options, _placement = Options, Placement
+    _options, _placement = Options, Offloaded
 
     def __init__(
         self,
@@ -325,6 +325,7 @@ class Optimizer(torch.optim.Optimizer):
         parts.cache.drop()
         parts.groups.show_estimates()
         parts.steps.doubt_ranks()
+        parts.placement.hook()
         if self.gradient_release:
             self.prepare_gradient_release()
 
@@ -409,7 +410,9 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self):
-        """True if a GradScaler leaves scaled gradients to step(). It asks in each step."""
+        """True if a GradScaler leaves scaled gradients to step(). It asks in each step. Where it is
+        False, it divides gradients by an operator that moves no version counters."""
+        self._parts.placement.doubt()
         return bool(self.defaults["fused"])
 
     @notes_its_calls
@@ -468,6 +471,7 @@ class Optimizer(torch.optim.Optimizer):
         """Clears gradients as torch's optimizers do, and the sums that a GradientAccumulator holds
         of these parameters. In gradient release it ends the round, also after a backward() that
         failed."""
+        self._parts.placement.forget()
         super().zero_grad(set_to_none)
         accumulate.drop(self._parts.groups.params())
         if self.gradient_release:
@@ -682,6 +686,7 @@ class Optimizer(torch.optim.Optimizer):
         attributes = saving.unpack(state)
         super().__setstate__(attributes)
         saving.unpacked("defaults" not in state)
+        self._parts.placement.hook()
         if state.get("compile"):
             self._register()
         if state.get("gradient_release"):
