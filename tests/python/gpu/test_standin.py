@@ -679,9 +679,9 @@ def errors(request):
             "-X",
             "faulthandler",
             "-c",
-            f"import test_standin; test_standin.main({names})",
+            f"import conftest, test_standin; test_standin.main({names})",
         ],
-        cwd=os.path.dirname(os.path.abspath(__file__)),
+        cwd=os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
         capture_output=True,
         text=True,
     )
