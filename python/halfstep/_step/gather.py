@@ -69,10 +69,10 @@ class Gather:
             back.append((m, weight))
             return sharding.address(weight), sharding.address(grad)
         if sharded:
-            grad, p = local(sharding.gradient_of(p, grad, m.name)), local(p)
+            grad = local(sharding.gradient_of(p, grad, m.name))
             keep.append(grad)
         if (
-            not self._is_where_it_was(m, p)
+            not self._is_where_it_was(m, local(p))
             or self.placement.check_gradient(p, grad, m.name) != m.gradient
         ):
             return None

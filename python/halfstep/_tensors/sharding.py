@@ -298,6 +298,28 @@ def like(p, tensor, shape=None):
     return _dtensor(tensor, p.device_mesh, p.placements, p.shape if shape is None else shape)
 
 
+def cut_like(p, value, name):
+    """Returns a tensor as p is kept: this rank's part of it if p is a DTensor. Raises ValueError for
+    one rank's part of a tensor that is whole here."""
+    if is_dtensor(p):
+        return like(p, Part(p, name, tuple(p.shape)).take(value).detach())
+    if is_divided(value):
+        raise ValueError(
+            f"halfstep: {name!r} was saved as one rank's part, and is whole here: save it by"
+            " torch.distributed.checkpoint, or whole"
+        )
+    return local(value)
+
+
+def reshard(model):
+    """Has the modules of FSDP2 free whole parameters that a forward pass has left, so that
+    model.parameters() are the shards."""
+    cls = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    for module in model.modules() if cls is not None else ():
+        if isinstance(module, cls):
+            module.reshard()
+
+
 def refuse(params, what, advice):
     """Raises ValueError if one of the parameters is a DTensor."""
     if any(map(is_dtensor, params)):
