@@ -37,17 +37,12 @@ from ._tensors.parameters import (
 from ._tensors.sharding import local
 from ._tensors.torch_private import WRAPPERS, no_dynamo
 from ._tensors.torch_public import warn
+from ._weights8 import blocks
 from .optimizer import Optimizer, several
 
 __all__ = ["EMA"]
 
 _Model = TypeVar("_Model", bound=torch.nn.Module)
-
-#: advice for a model of 8-bit weights
-_DECODED = (
-    "make the EMA of a copy in 16 bits, and before each update load into this copy what"
-    " halfstep.full_precision_state_dict(model, optimizer) gives"
-)
 
 
 class _Followed(Placement):
@@ -160,6 +155,19 @@ def _copied(model):
     return root
 
 
+def _decode(model):
+    """Puts decoded weights in the place of 8-bit weights that train, because averages move by less
+    than a code."""
+    made = {}
+    for module in model.modules():
+        for name, p in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if p.requires_grad and sharding.is_packed(p):
+                if id(p) not in made:
+                    plain = torch.nn.Parameter(sharding.decoded(p).to(p.dtype))
+                    made[id(p)] = p, plain
+                setattr(module, name, made[id(p)][1])
+
+
 class EMA(torch.nn.Module):
     """An exponential moving average of a model, with the interface of
     `torch.optim.swa_utils.AveragedModel`.
@@ -196,6 +204,9 @@ class EMA(torch.nn.Module):
     Of a model of DTensors each rank averages its parts, with the bits of one process on any number
     of ranks. All ranks make the EMA after the model is sharded, and call update_parameters()
     equally often. `module` then holds the averages and cannot be called; swapped() evaluates them.
+
+    Averages of 8-bit weights are kept in `weights`, too. An update decodes them, 4 bytes a
+    parameter, with their error codes if it is given their optimizer.
 
     Frozen parameters that cannot be averaged (whole numbers, fp8, float64, tensors of quantized
     classes) are copied at each update.
@@ -242,9 +253,8 @@ class EMA(torch.nn.Module):
         self.scan, self.threads, self._weights = scan, threads, weights
         self._check_options()
         sharding.reshard(model)
-        trained = (p for p in model.parameters() if p.requires_grad)
-        sharding.refuse_packed(trained, "EMA", _DECODED)
         self.module = _copied(model)
+        _decode(self.module)
         if device is not None:
             self.module = self.module.to(device)
         if weights == "f32":
@@ -397,12 +407,15 @@ class EMA(torch.nn.Module):
         devices.check(sharding.stored(tensor), name)
 
     @staticmethod
-    def _live(name, tensor, average, states_of_optimizers):
+    def _live(name, tensor, average, optimizers):
         """Returns what an average follows: the tensor in memory order on its device, its format,
         and its residual or error code or None."""
-        sharding.refuse_packed((tensor,), "EMA", _DECODED)
         check_parameter(tensor, name)
-        state = next(filter(None, (states.get(tensor) for states in states_of_optimizers)), {})
+        owner = next((one for one in optimizers if one._parts.groups.state.get(tensor)), None)
+        state = {} if owner is None else owner._parts.groups.state[tensor]
+        if sharding.is_packed(tensor):
+            tensor = sharding.decoded(tensor) if owner is None else owner.read_weight(tensor)
+            state = {}
         extra, whole, tensor = local(state.get("weight.extra")), tensor, local(tensor)
         devices.check_memory(tensor, f"the weight {name!r}")
         fmt, average = PLAIN[tensor.dtype], local(average)
@@ -443,12 +456,11 @@ class EMA(torch.nn.Module):
         optimizers = [] if optimizer is None else several(optimizer)
         for one in optimizers:
             one._parts.residuals.notice()
-        states = [one._parts.groups.state for one in optimizers]
         lives, bad, error = {}, None, None
         try:
             for (name, fmt, average), (_, _, weight) in zip(members, averages):
                 self._check_average(name, fmt, average)
-                lives[average] = self._live(name, weight, average, states)
+                lives[average] = self._live(name, weight, average, optimizers)
             self._check_options()
             bad = next((n for n, _, a in members if not self._is_finite(*lives[a], first)), None)
         except (TypeError, ValueError) as found:
@@ -552,27 +564,28 @@ class EMA(torch.nn.Module):
         devices. Afterwards it has its own weights again.
 
         The weights are neither copied nor written, so that an optimizer keeps the residuals and
-        error codes beside them. DTensors are the exception: FSDP knows their memory, so this rank's
-        parts are copied, and come back bit for bit without a write that torch counts. Do not step
-        the optimizer inside, and do not save its state.
+        error codes beside them. The memory of DTensors, which FSDP knows, and of 8-bit weights is
+        copied instead. It comes back bit for bit, without a write that torch counts. 8-bit weights
+        have the averages rounded to nearest. Do not step the optimizer inside, and do not save its
+        state.
         """
         averages, _ = self._pairs(model)
         kept = []
         try:
             for _, average, theirs in averages:
-                here = local(theirs).data
-                if sharding.is_dtensor(theirs):
+                if sharding.is_dtensor(theirs) or sharding.is_packed(theirs):
+                    here, values = sharding.stored(theirs).data, local(average).detach()
                     kept.append(here.clone())
-                    here.copy_(local(average))
+                    here.copy_(blocks.pack(values) if sharding.is_packed(theirs) else values)
                 else:
-                    kept.append(here)
+                    kept.append(theirs.data)
                     theirs.data = average.detach().to(theirs.device, theirs.dtype)
             yield model
         finally:
             sharding.reshard(model)
             for (_, _, theirs), own in zip(averages, kept):
-                if sharding.is_dtensor(theirs):
-                    local(theirs).data.copy_(own)
+                if sharding.is_dtensor(theirs) or sharding.is_packed(theirs):
+                    sharding.stored(theirs).data.copy_(own)
                 else:
                     theirs.data = own
 

@@ -1,10 +1,13 @@
 """Tests EMA over DTensors on 1 to 4 ranks: the bits of one process, whatever the mesh."""
 
+import copy
 import math
+import os
+import types
 
 import pytest
 import torch
-from conftest import bits, named, outcome, told
+from conftest import bits, named, outcome, randn, told
 from test_dtensors import Net, cut, mesh_of, net_loss, rows, sharded_net, train, whole_bits
 from torch import nn
 
@@ -99,6 +102,48 @@ def beside(rank, size, cases):
 def test_averages_under_fsdp2_and_tensor_parallelism(pool):
     for found in pool.run(4, beside, [CASES[0], ("bf16-sr", "bf16-sr")]):
         assert all(ours == theirs for ours, theirs in found)
+
+
+def packed(rank, size):
+    """Averages 8-bit weights with error codes. Returns the averages, and the bytes in the model."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(100, 33), nn.GELU(), nn.Linear(33, 40)).bfloat16()
+    halfstep.nn.quantize_(model, "int8-ecc4")
+    if size:
+        fully_shard(model, mesh=mesh_of((size,)))
+    opt = halfstep.AdamW(model.named_parameters(), lr=0.02, seed=0, weights="int8-ecc4")
+    ema = halfstep.EMA(model, 0.9, "bf16-kahan", seed=1)
+    for step in range(3):
+        for i, p in enumerate(model.parameters()):
+            grad = randn(p.shape, 10 * step + i).bfloat16()
+            p.grad = distribute(grad, p) if size else grad
+        opt.step()
+        ema.update_parameters(model, opt)
+
+    def stored():
+        found = [getattr(p, "full_tensor", lambda p=p: p)() for p in model.parameters()]
+        return [bits(getattr(p, "packed", p)) for p in found]
+
+    own = stored()
+    with torch.no_grad(), ema.swapped(model):
+        there = stored()
+        model(torch.ones(2, 100).bfloat16())
+    assert stored() == own
+    return full(ema), own, there
+
+
+def distribute(grad, p):
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(grad, p.device_mesh, p.placements)
+
+
+@pytest.mark.parametrize("size", [pytest.param(size, marks=pytest.mark.all) for size in (2, 3)])
+def test_averages_of_packed_shards(pool, size):
+    wanted = packed(0, 0)
+    assert pool.run(size, packed) == size * [wanted]
 
 
 class Mixed(nn.Module):
@@ -294,3 +339,97 @@ def test_averages_alone_are_saved_for_inference(pool, tmp_path):
     model, opt, ema = pair(None, "bf16-ecc8", "bf16-kahan")
     advance(model, opt, ema, 0, 2)
     assert found == 3 * [full(ema.module)]
+
+
+# ---- Callbacks of trainers -----------------------------------------------------------------------
+
+
+def called_back(rank, size, folder, kind):
+    """Calls transformers' callback as its Trainer does: trains, saves, evaluates, and goes on from
+    the file with another model. Returns the averages, and those in a plain model."""
+    from halfstep.integrations.transformers import EMACallback, load_averages
+
+    model, opt, _ = pair(kind, "bf16-ecc8", "f32")
+    args = types.SimpleNamespace(
+        output_dir=folder, should_save=not rank, resume_from_checkpoint=f"{folder}/checkpoint-2",
+        load_best_model_at_end=True,
+    )  # fmt: skip
+    state = types.SimpleNamespace(
+        global_step=0, stateful_callbacks={}, best_model_checkpoint=f"{folder}/checkpoint-2"
+    )
+    if not rank:
+        os.makedirs(f"{folder}/checkpoint-2", exist_ok=True)
+    first, again = (EMACallback(0.9, weights="bf16-kahan", seed=1) for _ in range(2))
+    first.on_train_begin(args, state, None, model, opt)
+    for step in range(4):
+        if step == 2:
+            first.on_save(args, state, None)
+            if size:
+                torch.distributed.barrier()
+            again.on_train_begin(args, state, None, model, opt)
+        train(opt, named(model), step, step + 1)
+        state.global_step += 1
+        for callback in (first, again)[: 1 + (step > 1)]:
+            callback.on_step_end(args, state, None)
+    own = full(model)
+    opt.eval()
+    with torch.no_grad():
+        net_loss(model, 0)
+    inside = full(model)
+    again.on_evaluate(args, state, None)
+    assert full(model) == own
+    found = full(first.ema), full(again.ema), inside
+    plain = Net(torch.bfloat16)
+    load_averages(plain, f"{folder}/checkpoint-2")
+    first.on_train_end(args, state, None, model)
+    return *found, full(plain), full(model)
+
+
+@pytest.mark.all
+def test_the_callback_of_transformers(pool, tmp_path):
+    pytest.importorskip("transformers")
+    (tmp_path / "one").mkdir()
+    wanted = called_back(0, 0, str(tmp_path / "one"), None)
+    assert wanted[0] == wanted[1] and wanted[3] == wanted[4]
+    assert pool.run(2, called_back, str(tmp_path), "fsdp2") == 2 * [wanted]
+
+
+def lightning_saves(rank, size, kind):
+    """Calls Lightning's callback as its Trainer does, and goes on from the checkpoint of the first
+    rank."""
+    from halfstep.integrations.lightning import EMACallback
+
+    model, opt, _ = pair(kind, "bf16-sr", "f32")
+    trainer = types.SimpleNamespace(
+        optimizers=[opt], global_step=0, save_checkpoint=None, state=types.SimpleNamespace(fn="fit"),
+        strategy=types.SimpleNamespace(lightning_module_state_dict=model.state_dict),
+    )  # fmt: skip
+    first, again = (EMACallback(0.9, weights="bf16-kahan", seed=1) for _ in range(2))
+    first.on_train_start(trainer, model)
+    for step in range(2):
+        train(opt, named(model), step, step + 1)
+        trainer.global_step += 1
+        first.on_train_batch_end(trainer, model, None, None, step)
+    own, held = full(model), {}
+    first.on_save_checkpoint(trainer, model, held)
+    told = [first.state_dict(), copy.deepcopy(held.pop("halfstep_trained_weights", None))]
+    averages = {key: whole_bits(value) for key, value in held["state_dict"].items()}
+    assert full(model) == own
+    if size:
+        torch.distributed.broadcast_object_list(told)
+    again.load_state_dict(told[0])
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    again.on_load_checkpoint(trainer, model, {"halfstep_trained_weights": told[1]})
+    assert full(model) == own
+    again.on_train_start(trainer, model)
+    return full(first.ema), full(again.ema), averages
+
+
+@pytest.mark.all
+def test_the_callback_of_lightning(pool):
+    pytest.importorskip("lightning")
+    wanted = lightning_saves(0, 0, None)
+    assert wanted[0] == wanted[1] and wanted[2] != wanted[0]
+    assert pool.run(2, lightning_saves, "fsdp2") == 2 * [wanted]

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import torch
+
 from ..ema import EMA
 from ._text import read
+
+
+def is_first():
+    """Returns True on the rank that writes files."""
+    dist = torch.distributed
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
 
 class Averages:
