@@ -20,9 +20,9 @@ from ._library import abi, calls
 from ._library.abi import SLOT_GRADIENT, invoke, lib
 from ._placement.memory import Placement
 from ._ranks import agreement
+from ._settings.options import seed_of
 from ._states import layout
 from ._states.convert import recode
-from ._states.handles import seed_of
 from ._states.watch import State
 from ._tensors import devices, sharding, torch_private
 from ._tensors.parameters import (
@@ -463,7 +463,7 @@ class EMA(torch.nn.Module):
                 lives[average] = self._live(name, weight, average, optimizers)
             self._check_options()
             bad = next((n for n, _, a in members if not self._is_finite(*lives[a], first)), None)
-        except (TypeError, ValueError) as found:
+        except Exception as found:  # which other ranks have to hear of
             error = found
         if not self._everywhere(bad is None and error is None):
             if not self._everywhere(error is None):
@@ -632,7 +632,8 @@ class EMA(torch.nn.Module):
             for name, own in getattr(self, tree).state_dict(keep_vars=True).items():
                 key = f"{prefix}{tree}.{name}"
                 value = state_dict.get(key)
-                if isinstance(value, torch.Tensor) and value.shape == own.shape:
+                both = isinstance(value, torch.Tensor) and isinstance(own, torch.Tensor)
+                if both and value.shape == own.shape:
                     state_dict[key] = sharding.cut_like(own, value, key)
         self._convert(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *arguments)

@@ -70,7 +70,9 @@ class Sources:
             if isinstance(state, dict):
                 flat = {rank: layout.flat(one["state"][key]) for rank, one in several.items()}
                 states[key] = {
-                    name: self._of_ranks({r: held[name] for r, held in flat.items()}, path)
+                    name: self._of_ranks(
+                        {rank: held[name] for rank, held in flat.items() if name in held}, path
+                    )
                     for name in layout.flat(state)
                 }
         return {**first, "state": states}
@@ -86,7 +88,8 @@ class Sources:
             parts[tuple(first), tuple(shape)] = sharding.local(one)
 
         def read(box):
-            found, missing = torch.empty(box[1], dtype=value.dtype), math.prod(box[1])
+            found = torch.empty(box[1], dtype=value.dtype, device="cpu")
+            missing = found.numel()
             for there, held in parts.items():
                 both = _common(box, there)
                 if both is not None:
