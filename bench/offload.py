@@ -35,7 +35,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep
-from halfstep._placement import host, streams
+from halfstep import offload as hosted
+from halfstep._placement import streams
 from halfstep._tensors import devices
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
@@ -139,7 +140,7 @@ def stand_in():
         lambda device: False,
         lambda tensor: tensor in HOST,
     )
-    host._can_step_on = lambda device: False
+    hosted._can_step_on = lambda device: False
 
     import torchao.optim.cpu_offload as theirs
 

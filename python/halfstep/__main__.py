@@ -15,6 +15,7 @@ from . import __version__
 from ._forecast.models import model_of
 from ._library import abi
 from ._library.abi import lib
+from ._tensors import devices
 from .fit import fit
 from .plan import plan
 from .rules import classes
@@ -33,6 +34,13 @@ PROGRAM = (
 def info(given):
     device = abi.DeviceInfo.new()
     lib.halfstep_get_device_info(b"cuda", device)
+    beside = devices.accelerator()
+    if beside is not None:
+        beside = (
+            beside.type
+            if devices.has_kernels(beside)
+            else f"{devices.kind(beside)}: stepped on the processor"
+        )
     found = {
         "version": __version__,
         "library": abi.path,
@@ -40,6 +48,7 @@ def info(given):
         "instruction_set": lib.halfstep_isa().decode(),
         "gpu": device.name.decode() if device.usable else None,
         "device_code": device.code.decode() or None,
+        "accelerator": beside,
         "rules": list(abi.rules),
         "formats": list(abi.formats),
         "classes": sorted(classes),
@@ -50,6 +59,7 @@ def info(given):
     if not device.usable:
         found["gpu"] = "none: " + abi.why()
     found["device_code"] = lib.halfstep_device_code().decode()
+    found["accelerator"] = beside or "none that torch has"
     for key, value in found.items():
         print(
             f"{key.replace('_', ' '):<16} {', '.join(value) if isinstance(value, list) else value}"
@@ -126,6 +136,7 @@ def show_plan(given):
             overlap=given.overlap or False,
             store=given.store,
             device_memory=given.device_memory,
+            kernels=not given.no_kernels,
         )
     )
     return 0
@@ -141,6 +152,7 @@ def show_fit(given):
         batch=int(given.batch) if given.batch.isdecimal() else given.batch,
         ranks=given.ranks,
         device=given.device,
+        kernels=not given.no_kernels,
         title=f"{type(model).__name__} of {given.sequence} tokens",
     )
     if given.html:
@@ -247,6 +259,11 @@ def main(arguments=None):
         action="store_true",
         help="states are in a file: what it takes of the disk, and of each step",
     )
+    no_kernels = {
+        "action": "store_true",
+        "help": "the GPU is AMD's, Intel's, Apple's, or NVIDIA's below 8.0: the processor steps",
+    }
+    one.add_argument("--no-kernels", **no_kernels)
     one = command("fit", show_fit, "say whether a model of transformers trains on a device")
     one.add_argument("model", help="its folder or config.json; weights are not needed")
     one.add_argument("--memory", help="memory of the device; 24G is 24 * 2^30 bytes")
@@ -257,6 +274,7 @@ def main(arguments=None):
     one.add_argument("--recipes", help="only these recipes, separated by commas")
     one.add_argument("--ranks", type=int, default=1, help="GPUs that fully_shard() spreads over")
     one.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    one.add_argument("--no-kernels", **no_kernels)
     one.add_argument("--json", action="store_true", help="print JSON")
     one.add_argument("--html", metavar="FILE", help="write a page, too")
     about = "check that every instruction set of this machine computes the expected bits"

@@ -174,8 +174,8 @@ class Fit:
 class _Traces:
     """The traces of a model, one for each kind of weights and each batch, made when asked for."""
 
-    def __init__(self, model, step, cuda):
-        self.model, self.step, self.cuda = model, step, cuda
+    def __init__(self, model, step, cuda, kernels):
+        self.model, self.step, self.cuda, self.kernels = model, step, cuda, kernels
         self.made, self.curves = {}, {}
 
     def of(self, kind, batch):
@@ -222,9 +222,9 @@ def _prepare(model, dtype, packed):
             raise _Refused(str(error)) from error
 
 
-def _ways(model, recipe, cuda):
+def _ways(model, recipe, cuda, kernels):
     """Yields the rows of plan() for each way of a recipe."""
-    rows = plan(model, recipe, device_memory=2**62, adamw=True).rows
+    rows = plan(model, recipe, device_memory=2**62, adamw=True, kernels=kernels).rows
     ways = {row.way: row for row in rows}
     released = "GPU, gradient_release" in ways
     if not cuda:
@@ -235,7 +235,7 @@ def _ways(model, recipe, cuda):
         return
     yield from ways.items()
     if "CPUOffload" in ways:
-        (row,) = plan(model, recipe, store=True, offload=True, adamw=True).rows
+        (row,) = plan(model, recipe, store=True, offload=True, adamw=True, kernels=kernels).rows
         yield "CPUOffload, store", row
 
 
@@ -263,6 +263,7 @@ def fit(
     batch: Union[None, int, str] = None,
     ranks: int = 1,
     device: str = "cuda",
+    kernels: bool = True,
     title: str = "",
 ) -> Fit:
     """Returns the peak of memory of a whole training step under each of some recipes, for each way
@@ -285,6 +286,7 @@ def fit(
     ranks: the number of GPUs that fully_shard() spreads weights, gradients and states over. Each
         rank's share is the plan's and not traced.
     device: "cuda", or "cpu" for a step on the processor, with the ways that it has.
+    kernels: False: the GPU is one that the library has no kernels for, as in halfstep.plan().
     title: what the report calls the model.
     """
     if not isinstance(model, torch.nn.Module):
@@ -293,6 +295,9 @@ def fit(
         raise TypeError(f"halfstep.fit(model, step): step={step!r} is not a function of the model")
     if device not in ("cuda", "cpu"):
         raise ValueError(f"halfstep.fit: unknown device={device!r}; known: 'cuda', 'cpu'")
+    abi.check_flags(kernels=kernels)
+    if device == "cpu" and not kernels:
+        raise ValueError("halfstep.fit: kernels=False is for a GPU; leave out device='cpu'")
     if not abi.is_count(ranks, 1):
         raise ValueError(f"halfstep.fit: ranks={ranks!r} is not a whole number of at least 1")
     if batch not in (None, "max") and not abi.is_count(batch, 1):
@@ -301,7 +306,7 @@ def fit(
     if batch == "max" and limit is None:
         raise ValueError("halfstep.fit: batch='max' needs memory=, which the batch is to fit into")
     cuda, rows, notes = device == "cuda", [], []
-    traces = _Traces(model, step, cuda)
+    traces = _Traces(model, step, cuda, kernels)
     asked = [recipes] if isinstance(recipes, str) else RECIPES if recipes is None else recipes
     for recipe in asked:
         class_and_options(recipe)
@@ -323,7 +328,7 @@ def fit(
     head = f"{name}, {count:,} parameters"
     if batch is not None:
         head += f", batch {1 if batch == 'max' else batch}"
-    return Fit(head, rows, limit, notes + _notes(cuda, ranks), ranks)
+    return Fit(head, rows, limit, notes + _notes(cuda, kernels, ranks), ranks)
 
 
 class _Refused(ValueError):
@@ -334,7 +339,7 @@ def _rows(traces, recipe, kind, limit, batch, ranks):
     """Returns the rows of one recipe."""
     rows = []
     with prepared(traces.model, lambda model: _prepare(model, *kind)):
-        ways = list(_ways(traces.model, recipe, traces.cuda))
+        ways = list(_ways(traces.model, recipe, traces.cuda, traces.kernels))
     for way, planned in ways:
         at = partial(_row, traces, recipe, kind, way, planned, ranks)
         row = at(1 if batch == "max" else batch)
@@ -388,7 +393,7 @@ def _row(traces, recipe, kind, way, planned, ranks, batch):
         "activations": parts["activations"],
         "temporaries": parts["temporaries"] + workspace,
         "kernels": parts["kernels"] + parts["convolutions"],
-        "device": DEVICE_CODE + CONTEXT if traces.cuda else 0,
+        "device": (CONTEXT + DEVICE_CODE * traces.kernels) if traces.cuda else 0,
     }
     return FitRow(
         recipe=recipe,
@@ -406,13 +411,14 @@ def _row(traces, recipe, kind, way, planned, ranks, batch):
     )
 
 
-def _notes(cuda, ranks):
+def _notes(cuda, kernels, ranks):
     """Returns the lines that say what figures count and what they leave out."""
     notes = []
     if cuda:
+        code = f" and {page.size(DEVICE_CODE)} for device code of the library" if kernels else ""
         notes += [
-            f"Each peak has {page.size(CONTEXT)} for torch's context and {page.size(DEVICE_CODE)}"
-            " for device code of the library, as an H100 has them.",
+            f"Each peak has {page.size(CONTEXT)} for torch's context{code}, as measured on an"
+            " H100.",
             "Two peaks that were measured on an H100 lay 0.9 and 1.0 GB above the prediction"
             " (docs/results.md): leave 1 GiB free.",
             f"Memory is counted in blocks of {CUDA_BLOCK} bytes, as torch's allocator gives it.",

@@ -1,12 +1,62 @@
 """`CPUOffload`: weights on a GPU, states and steps in CPU memory."""
 
-from typing import Any, Dict, Type, Union
+from functools import lru_cache
+from typing import Any, Type, Union
 
 from ._library import abi
-from ._placement.host import Offloaded
-from ._placement.overlap import Overlap, window
+from ._placement.overlap import window
+from ._placement.streams import Streamed
+from ._states.handles import Handle
+from ._tensors import devices, matrices, sharding
+from ._tensors.sharding import local, stored
 from .optimizer import Kept, Optimizer, Params
 from .streaming import Hosted
+
+
+class _Chosen(Streamed):
+    """Steps large parameters of any device in CPU memory. Matrices of a rule with products are
+    stepped on the GPU, with their states streamed."""
+
+    active = True
+
+    def _is_streamed(self, p):
+        return (
+            self.groups.options.store is None
+            and p.dim() > 1
+            and matrices.has_products(self.groups.row_for(p))
+            and super()._is_streamed(p)
+            and _can_step_on(devices.of(stored(p)))
+        )
+
+    def _is_offloaded(self, p):
+        options = self.groups.options
+        return (
+            self.may_leave(p)
+            and not self._is_streamed(p)
+            and (
+                local(p).numel() >= options.minimal_size
+                or options.store is not None
+                or sharding.is_dtensor(p)
+                or options.norm_group is not None
+                or not _can_step_on(devices.of(stored(p)))
+            )
+        )
+
+    def _tell(self, params):
+        """Warns of nothing, because this is what was asked for."""
+
+
+@lru_cache(None)
+def _can_step_on(device):
+    """Returns True if the library steps on a device of this machine. Only small tensors need
+    it."""
+    if not devices.has_kernels(device):
+        return False
+    try:
+        Handle(1, 0, device)
+    except abi.HalfstepError:
+        return False
+    return True
 
 
 class CPUOffload(Hosted):
@@ -61,7 +111,7 @@ class CPUOffload(Hosted):
     step() then waits for the weights.
     """
 
-    _placement = Offloaded
+    _placement = _Chosen
     offload_gradients, overlap = Kept(), Kept(False)
 
     def __init__(
@@ -83,27 +133,15 @@ class CPUOffload(Hosted):
             )
         super().__init__(params, recipe, minimal_size=minimal_size, **options)
 
-    def _make_parts(self):
-        super()._make_parts()
-        self._parts.placement.overlap = Overlap(self._parts)
-
     @property
     def _step_supports_amp_scaling(self):
-        # Where it is False, a GradScaler divides gradients by an operator that moves no version
-        # counters.
         mode = "offload_gradients" if self.offload_gradients else "gradient_release"
         if getattr(self, mode):
             raise RuntimeError(
                 f"halfstep: a GradScaler finds no gradients on the GPU where {mode}=True gives"
                 " them up; train without one (BF16 needs none)"
             )
-        self._parts.placement.doubt()
         return super()._step_supports_amp_scaling
-
-    def add_param_group(self, param_group: Dict[str, Any]) -> None:
-        """Adds a group as torch's optimizers do."""
-        super().add_param_group(param_group)
-        self._parts.placement.hook()
 
     @property
     def redone_steps(self) -> int:
@@ -119,15 +157,3 @@ class CPUOffload(Hosted):
                 " release makes each step in the backward pass already: leave one of them out"
             )
         super().prepare_gradient_release()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears gradients as torch's optimizers do, and forgets gradients that exist only here,
-        and results in advance."""
-        self._parts.placement.settle()
-        self._parts.placement.drop()
-        self._parts.placement.overlap.drop()
-        super().zero_grad(set_to_none)
-
-    def __setstate__(self, state):
-        super().__setstate__(state)
-        self._parts.placement.hook()

@@ -11,7 +11,7 @@ import torch
 
 from . import accumulate
 from ._library import abi
-from ._placement.memory import Placement
+from ._placement.host import Offloaded
 from ._settings.options import Options, Store, StoreLike, keep_plain, seed_of
 from ._states import checkpoints, checks, files, layout, sources
 from ._states.handles import Handle
@@ -195,7 +195,7 @@ class Optimizer(torch.optim.Optimizer):
     #: True: `weights` comes from whoever makes the optimizer, not from the class
     _weights_asked = True
     #: what options mean, and where parameters are stepped
-    _options, _placement = Options, Placement
+    _options, _placement = Options, Offloaded
 
     def __init__(
         self,
@@ -325,6 +325,7 @@ class Optimizer(torch.optim.Optimizer):
         parts.cache.drop()
         parts.groups.show_estimates()
         parts.steps.doubt_ranks()
+        parts.placement.hook()
         if self.gradient_release:
             self.prepare_gradient_release()
 
@@ -409,7 +410,9 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self):
-        """True if a GradScaler leaves scaled gradients to step(). It asks in each step."""
+        """True if a GradScaler leaves scaled gradients to step(). It asks in each step. Where it is
+        False, it divides gradients by an operator that moves no version counters."""
+        self._parts.placement.doubt()
         return bool(self.defaults["fused"])
 
     @notes_its_calls
@@ -468,6 +471,7 @@ class Optimizer(torch.optim.Optimizer):
         """Clears gradients as torch's optimizers do, and the sums that a GradientAccumulator holds
         of these parameters. In gradient release it ends the round, also after a backward() that
         failed."""
+        self._parts.placement.forget()
         super().zero_grad(set_to_none)
         accumulate.drop(self._parts.groups.params())
         if self.gradient_release:
@@ -644,9 +648,7 @@ class Optimizer(torch.optim.Optimizer):
         """Reads a file of save_safetensors(), or of halfstep_write_optimizer() in C. Parameters are
         matched by name. If the file holds weights too, they go into the parameters."""
         store = self._parts.cache.store
-        state_dict, generator, weights = files.load(self._parts, path, store is not None)
-        for group in state_dict["param_groups"]:
-            group["generator"] = generator
+        state_dict, weights = files.load(self._parts, path, store is not None)
         if store is not None and store.takes(state_dict["state"]):
             store.load(path, state_dict, self.load_state_dict)
         else:
@@ -692,6 +694,7 @@ class Optimizer(torch.optim.Optimizer):
         attributes = saving.unpack(state)
         super().__setstate__(attributes)
         saving.unpacked("defaults" not in state)
+        self._parts.placement.hook()
         if state.get("compile"):
             self._register()
         if state.get("gradient_release"):

@@ -21,6 +21,7 @@ from ._settings.assignment import ADAMW_NAMES, is_listed, is_matrix, patterns_of
 from ._settings.options import Store, StoreLike, bytes_of
 from ._states import layout
 from ._step.release import check_release
+from ._tensors import devices
 from ._tensors.matrices import fields_of, has_products, lay, taken
 from ._tensors.parameters import PLAIN, beside, could_be_packed, is_packed_format, stored_dtype
 from ._tensors.sharding import is_packed, stored
@@ -426,6 +427,14 @@ def _left(recipe, tensors):
     )
 
 
+def _is_foreign(model):
+    """Returns True if parameters of a model are on a device that the library has no kernels
+    for."""
+    params = model.parameters() if isinstance(model, torch.nn.Module) else ()
+    places = {devices.of(stored(p)) for p in params if p.requires_grad}
+    return any(devices.has_streams(x) and not devices.has_kernels(x) for x in places)
+
+
 def plan(
     model_or_shapes: torch.nn.Module | Mapping[Any, Any] | Iterable[tuple[Any, Any]],
     recipes: str | Iterable[str] | None = None,
@@ -440,6 +449,7 @@ def plan(
     store: bool | StoreLike = False,
     overlap: bool | _Size = False,
     adamw: bool = False,
+    kernels: bool | None = None,
 ) -> Plan:
     """Returns a table of the memory that weights, gradients and optimizer states take under each
     of some recipes.
@@ -473,6 +483,9 @@ def plan(
         file unless halfstep.Store(path, weights=False) says otherwise.
     adamw: True: AdamW steps embeddings, heads and whatever is no matrix beside Muon, as with the
         option adamw= of halfstep.Muon. The last lines name what each of them steps.
+    kernels: False: the GPU is one that the library has no kernels for (AMD, Intel, Apple, NVIDIA
+        below compute capability 8.0). The processor then steps all parameters, Muon's matrices too,
+        as with offload=True. None: as the parameters of the model lie.
     bus, host, device: bytes a second for these times: one way over the bus, of CPU memory, and of
         the GPU's memory. Defaults: 55e9, 170e9 and 2.5e12.
     """
@@ -491,6 +504,11 @@ def plan(
     if offload not in (False, True, "gradients"):
         raise ValueError(f"unknown offload={offload!r}; known: False, True, 'gradients'")
     overlap = window(overlap)
+    if kernels is None:
+        kernels = not _is_foreign(model_or_shapes)
+    abi.check_flags(kernels=kernels)
+    if not kernels and device_memory is None:
+        offload = offload or True
     if store and overlap:
         raise ValueError(
             f"store= and overlap={overlap!r} exclude each other: steps in advance need states in"
@@ -522,7 +540,11 @@ def plan(
         class_and_options(recipe)  # refuses ema, which trains nothing
         recipe = abi.recipe_full(recipe)
         rule = abi.rules[recipe.split("/")[0]]
-        products = has_products(rule)
+        streamed = kernels and has_products(rule)  # what CPUOffload does with its matrices
+        if not kernels and has_products(rule):
+            notes[
+                f"The times leave out the products of {rule.name}, which the processor makes."
+            ] = True
         if release:
             check_release(rule, rule.label)
         gradient = PLAIN[stored_dtype(beside(recipe.split("/")[1]))]
@@ -556,16 +578,16 @@ def plan(
         )
         found = _ways(one, sums, limit, bus, host, device, not rule.totals)
         if device_memory is not None:
-            if products:  # CPUOffload does as StateStreaming with them
-                found = [way for way in found if not way.way.startswith("CPUOffload")]
+            if streamed or not kernels:  # streamed is as with StateStreaming
+                found = [x for x in found if x.way.startswith("CPUOffload") == (not kernels)]
             rows += found if isinstance(recipes, str) else [min(found, key=_preference)]
             continue
         way = "GPU"
         if offload:
-            way = "StateStreaming" if products and not store else "CPUOffload"
+            way = "StateStreaming" if streamed and not store else "CPUOffload"
         if release:
             way += ", gradient_release"
-        elif offload == "gradients" and not products:
+        elif offload == "gradients" and not streamed:
             way += ", offload_gradients"
         row = next(row for row in found if row.way == way)
         row = replace(row, way="", seconds=None, hidden=False)
@@ -573,7 +595,7 @@ def plan(
             pieces = {"host": sums.memory + row.copied} if offload else {"states": sums.memory}
             disk = {"disk": 2 * sums.stored, "read": sums.read, "written": sums.written}
             row = _sized(row, limit, **{"extras": 0, "states": 0, **pieces, **disk})
-        elif overlap and not products and not rule.two_pass:
+        elif overlap and not streamed and not rule.two_pass:
             ahead = sums.weights + sums.weight_extras + sums.states
             ahead = ahead if overlap is True else min(ahead, overlap)
             row = replace(row, ahead=ahead, host=row.host + ahead)

@@ -262,6 +262,7 @@ class Fake:
     def install(self, patch):
         for name, function in (
             ("of", self.of),
+            ("capability", lambda device: divmod(self.control.compute, 10)),
             ("stream", lambda device: self.streams[device.index]),
             ("capturing", lambda device: self.captured),
             (
@@ -326,6 +327,8 @@ class Fake:
 
 class Side:
     """Takes the place of halfstep._tensors.devices.Side."""
+
+    alone = False
 
     def __init__(self, fake, device):
         self.fake, self.device, self.stream = fake, device, fake.stream()

@@ -1,20 +1,21 @@
-"""States and steps in CPU memory, while weights are on a GPU."""
+"""States and steps in CPU memory, while weights are on a GPU: for devices that the library has no
+kernels for, and for CPUOffload."""
 
 import contextlib
 import queue
 import threading
 import weakref
-from functools import lru_cache
 
 import torch
 
-from .._library.abi import HalfstepError
-from .._states.handles import Handle
+from .._states.members import NOTHING
 from .._states.watch import version
 from .._tensors import devices, matrices, sharding
 from .._tensors.parameters import PLAIN, check_gradient, dense, follow_gradients
 from .._tensors.sharding import local, stored
-from .streams import Streamed
+from .._tensors.torch_public import warn_once
+from .memory import Placement
+from .overlap import Overlap
 
 
 class _Copy:
@@ -60,12 +61,17 @@ def _fits(held, tensor):
     return held is not None and held.shape == tensor.shape and held.dtype == tensor.dtype
 
 
-class Offloaded(Streamed):
-    """Steps large parameters of a GPU in CPU memory. Copies weights and gradients on two streams
-    beside the current one, one for each direction. Matrices of a rule with products are stepped on
-    the GPU, with their states streamed."""
+class Offloaded(Placement):
+    """Steps parameters where they are if the library has kernels for their device, and else in CPU
+    memory. Copies weights and gradients on two streams beside the current one, one for each
+    direction. It is the placement of all optimizers; those of StateStreaming and CPUOffload bring
+    other parameters, too.
+
+    active    True once there are parameters to copy
+    """
 
     work = overlap = None
+    active = False
 
     def __init__(self, parts):
         super().__init__(parts)
@@ -79,40 +85,68 @@ class Offloaded(Streamed):
         #: True once somebody has moved weights about
         self.moving = False
 
+    def made(self, parts):
+        self.overlap = Overlap(parts)
+
     def hook(self):
         """Copies gradients as they come, and steps in advance by them, unless gradient release
         takes them."""
+        params = self.groups.params()
+        if not self.active and not any(map(self._is_offloaded, params)):
+            return
+        self.active = True
+        self.places = {p: _place(p) for p in params}
         for handle in self.hooks:
             handle.remove()
-        self.places = {p: _place(p) for p in self.groups.params()}
         self.hooks = follow_gradients(
-            filter(self._is_offloaded, self.groups.params()),
+            filter(self._is_offloaded, params),
             self,
             lambda held, p: held.groups.options.gradient_release or held._came(p),
         )
+        self._tell(filter(self._is_foreign, params))
 
-    def _is_streamed(self, p):
+    def _tell(self, params):
+        """Warns once of each kind of device whose parameters are stepped in CPU memory because the
+        library has no kernels for it, and says what that costs."""
+        found = {}
+        for p in params:
+            found.setdefault(devices.kind(devices.of(stored(p))), []).append(p)
+        for kind, some in found.items():
+            count = sum(local(p).numel() for p in some)
+            size = sum(stored(p).nbytes + local(p).numel() * p.dtype.itemsize for p in some)
+            warn_once(
+                f"parameters on {kind} are stepped by the processor, because the library has no"
+                " kernels for this device. Their states are in CPU memory, and each step copies"
+                f" {size / count:.3g} bytes a parameter over the bus: gradients here, weights back."
+                " halfstep.CPUOffload(..., overlap=True) hides this under the backward pass"
+            )
+
+    @staticmethod
+    def _is_foreign(p):
+        """Returns True if the library has no kernels for the device of a parameter."""
+        return not devices.has_kernels(devices.of(stored(p)))
+
+    def _is_gathered(self, p):
+        owners = self.groups.options.owners
+        if not sharding.is_dtensor(p) and owners is None:
+            return False
+        group = self.groups.group_of(p)
+        rule = self.groups.row_of(group).name
+        return sharding.is_gathered(rule, p, matrices.how_of(group), owners)
+
+    def may_leave(self, p):
+        """Returns True if `p` can be stepped in CPU memory, or with states that come from there,
+        while it is on a GPU. Batches of ownership.py bring states by themselves."""
         return (
-            self.groups.options.store is None
-            and p.dim() > 1
-            and matrices.has_products(self.groups.row_for(p))
-            and super()._is_streamed(p)
-            and _can_step_on(devices.of(stored(p)))
+            devices.is_asynchronous(devices.of(stored(p)))
+            and local(p).numel() > 0
+            and not self._is_gathered(p)
         )
 
     def _is_offloaded(self, p):
-        here = local(p)
-        return (
-            self.may_leave(p)
-            and not self._is_streamed(p)
-            and (
-                here.numel() >= self.groups.options.minimal_size
-                or self.groups.options.store is not None
-                or sharding.is_dtensor(p)
-                or self.groups.options.norm_group is not None
-                or not _can_step_on(devices.of(stored(p)))
-            )
-        )
+        """Returns True if `p` is stepped in CPU memory and is elsewhere."""
+        device = devices.of(stored(p))
+        return not devices.has_kernels(device) and devices.has_streams(device) and self.may_leave(p)
 
     def _placed(self, p):
         """Returns the gradient in the placements of its parameter."""
@@ -120,6 +154,13 @@ class Offloaded(Streamed):
 
     @torch.no_grad()
     def _came(self, p):
+        options = self.groups.options
+        if (
+            not (options.offload_gradients or options.overlap)
+            and devices.is_asynchronous(devices.of(local(p.grad)))
+            and self._side(devices.of(local(p.grad)), False).alone
+        ):
+            return  # a copy would hold the backward pass up, and hide nothing
         self._copy_gradient(p)
         self.overlap.take(p)
 
@@ -135,15 +176,19 @@ class Offloaded(Streamed):
             p.grad = None
 
     def home(self, p):
-        return devices.HOST if self._is_offloaded(p) else super().home(p)
+        if self._is_offloaded(p) or self._is_foreign(p):
+            return devices.HOST
+        return super().home(p)
 
     def check_device(self, p, name):
-        if self._is_offloaded(p):
+        if devices.of(stored(p)) != self.home(p):
             devices.check_copies(stored(p), name)
         else:
             super().check_device(p, name)
 
     def built(self, params):
+        if not self.active:
+            self.hook()  # parameters may have been moved to another device
         known = set(params)
         self.copies = {p: copy for p, copy in self.copies.items() if p in known}
         self.overlap.keep(known)
@@ -202,6 +247,8 @@ class Offloaded(Streamed):
             copy.more = None
 
     def gradient_of(self, p):
+        if not self.active:
+            return p.grad
         copy = self.copies.get(p)
         kept_here = copy is not None and copy.alone
         if kept_here and p.grad is not None and self.groups.options.offload_gradients:
@@ -242,6 +289,11 @@ class Offloaded(Streamed):
                 self._leave_buffer(copy.more[0])  # the next copy to it is on the same stream
             copy.alone, copy.more = False, None
 
+    def forget(self):
+        self.settle()
+        self.drop()
+        self.overlap.drop()
+
     # ---- Weights and gradients of a step ---------------------------------------------------------
 
     def bring(self, m, p, grad):
@@ -269,8 +321,8 @@ class Offloaded(Streamed):
         # Weights may still be on their way to the GPU, where nobody reads them before the copies
         # that follow.
         for m in members:
-            copy = self.copies[m.p]
-            if copy.down is not None:
+            copy = self.copies.get(m.p)  # gathered ones have none
+            if copy is not None and copy.down is not None:
                 devices.wait(copy.down)
                 copy.down = None
 
@@ -301,22 +353,23 @@ class Offloaded(Streamed):
 
     # ---- Steps -----------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
     def stepping(self):
+        return self._stepping() if self.active else NOTHING
+
+    @contextlib.contextmanager
+    def _stepping(self):
         self.settle()
-        with super().stepping():
-            try:
-                yield
-            finally:
-                self.overlap.end()
+        try:
+            yield
+        finally:
+            self.overlap.end()
         self.drop()
         self._lead()
 
     def released(self, p, steps):
-        # Handles belong to one thread at a time. Small parameters that are stepped on the GPU keep
-        # their gradients until step(), and large ones wait for the thread.
-        if self._is_streamed(p):
-            self.settle()
+        # Handles belong to one thread at a time. Parameters that are stepped where they are keep
+        # their gradients until step().
+        if not self.active or p.numel() == 0:  # which no handle has
             return False
         if self._is_offloaded(p):
             grad = self._placed(p)
@@ -419,13 +472,3 @@ def _run(work):
                 method(*item[1:])
             method = None
         item = None
-
-
-@lru_cache(None)
-def _can_step_on(device):
-    """Returns True if the library has kernels for a device. Only small tensors need them."""
-    try:
-        Handle(1, 0, device)
-    except HalfstepError:
-        return False
-    return True

@@ -1,5 +1,5 @@
-"""Decides where parameters are stepped and where their states are: beside the weights. host.py and
-streams.py have other placements."""
+"""What a placement decides: where parameters are stepped and where their states are. Here both are
+beside the weights. host.py and streams.py have other placements."""
 
 from .._ranks import ownership
 from .._states.members import NOTHING, Wanted
@@ -18,6 +18,9 @@ class Placement:
 
     def __init__(self, parts):
         self.groups, self.names = parts.groups, parts.names
+
+    def made(self, parts):
+        """Runs once all parts of the optimizer are made."""
 
     def describe(self, members):
         """Returns what handles are to know of some parameters, of each its group index, position,
@@ -60,6 +63,9 @@ class Placement:
     def check_device(self, p, name):
         """Raises ValueError if a parameter cannot be stepped because of where it lies."""
         devices.check(stored(p), name)
+
+    def hook(self):
+        """Runs after parameters were added."""
 
     def built(self, params):
         """Runs after handles were made anew. `params` are all parameters."""
@@ -115,6 +121,12 @@ class Placement:
 
     def settle(self):
         """Waits for steps in other threads of this process."""
+
+    def doubt(self):
+        """Runs when somebody may have written gradients without a trace."""
+
+    def forget(self):
+        """Forgets gradients that exist only here, because zero_grad() was called."""
 
     def heard(self):
         """Runs after all work that was submitted to a GPU is done. Waits for work that follows

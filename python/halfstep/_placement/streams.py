@@ -6,10 +6,10 @@ import math
 import torch
 
 from .._library import abi
-from .._tensors import devices, matrices, sharding
+from .._tensors import devices
 from .._tensors.matrices import fields_of, lay_part
 from .._tensors.sharding import local, stored
-from .memory import Placement
+from .host import Offloaded
 
 #: the number of buffers of a device. States come into one and leave another while a third is
 #: stepped, so that the bus is used both ways at once
@@ -148,46 +148,35 @@ def _bytes(plane):
     return plane.dtype.itemsize * math.prod(plane.shape)
 
 
-class HostedPlacement(Placement):
-    """Decides where optimizers whose states are in CPU memory step and keep them."""
-
-    def _is_gathered(self, p):
-        owners = self.groups.options.owners
-        if not sharding.is_dtensor(p) and owners is None:
-            return False
-        group = self.groups.group_of(p)
-        rule = self.groups.row_of(group).name
-        return sharding.is_gathered(rule, p, matrices.how_of(group), owners)
-
-    def may_leave(self, p):
-        """Returns True if `p` can be stepped in CPU memory, or with states that come from there,
-        while it is on a GPU. Batches of ownership.py bring states by themselves."""
-        here = sharding.local(p)
-        return (
-            devices.is_asynchronous(devices.of(sharding.stored(p)))
-            and here.numel() > 0
-            and not self._is_gathered(p)
-        )
-
-    def kept(self, one):
-        leaves = one.p.numel() >= self.groups.options.minimal_size
-        return devices.HOST if leaves and devices.is_asynchronous(one.home) else one.home
-
-
-class Streamed(HostedPlacement):
-    """Steps parameters where they are, with states of large ones in CPU memory."""
+class Streamed(Offloaded):
+    """Steps parameters where they are, with states of large ones in CPU memory, as far as the
+    library has kernels for their device."""
 
     def __init__(self, parts):
         super().__init__(parts)
         self.buses = []
 
     def _is_streamed(self, p):
-        return self.may_leave(p) and local(p).numel() >= self.groups.options.minimal_size
+        return (
+            not self._is_foreign(p)
+            and self.may_leave(p)
+            and local(p).numel() >= self.groups.options.minimal_size
+        )
+
+    def kept(self, one):
+        leaves = one.p.numel() >= self.groups.options.minimal_size
+        return devices.HOST if leaves and devices.is_asynchronous(one.home) else one.home
 
     def check_device(self, p, name):
         super().check_device(p, name)
         if self._is_streamed(p):
             devices.check_copies(stored(p), name)
+
+    def released(self, p, steps):
+        if self._is_streamed(p):  # a large one waits for the thread
+            self.settle()
+            return False
+        return super().released(p, steps)
 
     def divide(self, wanted):
         """Divides parameters: first those whose states stay where they are stepped, then stages of
@@ -221,11 +210,12 @@ class Streamed(HostedPlacement):
                 "halfstep: a step of StateStreaming cannot be captured into a CUDA graph,"
                 " because its states come from CPU memory; call step() outside the capture"
             )
-        try:
-            yield
-        finally:
-            for bus in self.buses:
-                bus.forget()
+        with super().stepping():
+            try:
+                yield
+            finally:
+                for bus in self.buses:
+                    bus.forget()
 
     def heard(self):
         for bus in self.buses:

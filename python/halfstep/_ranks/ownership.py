@@ -418,7 +418,8 @@ class Batch:
         self.gradients, moved = {}, []
         for m, piece in pieces:
             if piece.sources.keys() == {self.team.here} and piece.owner == self.team.here:
-                self.gradients[m] = devices.contiguous(self.given[m])
+                given = devices.contiguous(self.given[m])
+                self.gradients[m] = devices.place(given, self.room.device)
                 continue
             if piece.owner == self.team.here:
                 self.gradients[m] = devices.zeros(piece.shape, piece.dtype, self.room.device)

@@ -185,6 +185,8 @@ class Options:
     #: They keep nothing over all tensors (TOTALS)
     partners = ()
     norm_group = owners = None
+    #: options of CPUOffload alone
+    offload_gradients = overlap = False
 
     def __init__(self, rule, title, kept):
         """title: the name of the class. kept: attributes of an optimizer of it, at first."""

@@ -349,10 +349,7 @@ def _read(path, parts, sources):
             f"halfstep: {path} is a file of store=, which one optimizer has as its own: make one"
             " with store= and this file, and save its state_dict()"
         )
-    found, generator = files.load_states(parts, path, _KNOWN)
-    for group in found["param_groups"]:
-        group["generator"] = generator
-    return found
+    return files.load_states(parts, path, _KNOWN)
 
 
 # ---- States for an optimizer ---------------------------------------------------------------------

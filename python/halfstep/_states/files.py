@@ -294,19 +294,18 @@ def damaged(path, error, advice):
 
 
 def load(parts, path, numbers=False):
-    """Reads a file for the optimizer that has these parts. Returns the state dictionary, the
-    generator, and (parameter, weight) for each weight in the file. `numbers`: states have their
-    numbers only."""
+    """Reads a file for the optimizer that has these parts. Returns the state dictionary, and
+    (parameter, weight) for each weight in the file. `numbers`: states have their numbers only."""
     # A DTensor of one rank is there as a whole.
     _refuse_parts([p for p in parts.groups.params() if sharding.is_divided(p)])
     return _read(parts, path, _OWN, numbers)
 
 
 def load_states(parts, path, advice):
-    """Reads the states of a file, as a whole on every rank that has a part of the parameters: their
-    memory is that of the file. Returns the state dictionary and the generator. `advice` ends the
-    error for a file that cannot be read."""
-    return _read(parts, path, advice, weights=False)[:2]
+    """Returns the state dictionary of the states in a file, as a whole on every rank that has a
+    part of the parameters: its memory is that of the file. `advice` ends the error for a file that
+    cannot be read."""
+    return _read(parts, path, advice, weights=False)[0]
 
 
 def _read(parts, path, advice, numbers=False, weights=True):
@@ -332,6 +331,8 @@ def _load(parts, path, numbers, with_weights):
                 f"halfstep: {path} is of the rule {rule!r}, this optimizer of {_rules(groups)!r};"
                 " make it with the rule of the file"
             )
+        generator = _needed(metadata, "generator", path)
+        abi.check_choice("generator", generator, f" in {path}")
         planes, weight_keys, weights = defaultdict(list), {}, []
         for key in file.keys():
             name, _, plane = key.rpartition("/")
@@ -370,12 +371,11 @@ def _load(parts, path, numbers, with_weights):
             saved["skipped_steps"] = parsed(metadata, "skipped_steps", count, path)
             saved["last_norm"] = parsed(metadata, "gradient_norm", number, path)
             saved["seed"] = parsed(metadata, "seed", count, path)
+            saved["generator"] = generator
             if source is not None:  # a group without parameters continues none of the file
                 saved["group_steps"] = parsed(metadata, f"group.{source}.steps", count, path)
                 _take_hypers(groups, saved, metadata, source, path)
-        generator = _needed(metadata, "generator", path)
-        abi.check_choice("generator", generator, f" in {path}")
-    return found, generator, weights
+    return found, weights
 
 
 def _take_hypers(groups, saved, metadata, source, path):

@@ -232,10 +232,10 @@ class Member:
         changed."""
         check_parameter(self.p, self.name)
         p, held = local(self.p), stored(self.p)
-        if not self.offloaded:
-            devices.check(held, self.name)
         if devices.of(held) != self.lies or (held is not p and p.format != self.format):
             return False
+        if not self.offloaded:
+            devices.check_memory(held, f"parameter {self.name!r}")
         if tuple(p.shape) != self.shape or p.dtype != self.dtype:
             raise ValueError(
                 f"halfstep: parameter {self.name!r} was {self.dtype} of shape {self.shape} when its"

@@ -137,6 +137,8 @@ class Gather:
             if i < 0 or self.cache.stale(engine.members[i]):
                 return False
             m = engine.members[i]
+            if m.offloaded:
+                devices.check(stored(p), m.name)  # raises
             if check_gradient(p, grad, m.name) != m.gradient:
                 return False
             keep.append(devices.contiguous(grad))

@@ -45,3 +45,4 @@ class Parts:
         self.store = StoreFile(self)
         self.inspection = Inspection(self)
         self.saving = Saving(self)
+        self.placement.made(self)

@@ -1,10 +1,12 @@
-"""The differences between tensors in CPU memory and on a GPU: which of them can be stepped, on
-which stream, where states and copies are made, and which memory must stay until the GPU has read
-it.
+"""The differences between tensors in CPU memory and on a GPU: which of them can be stepped, and
+where, on which stream, where states and copies are made, and which memory must stay until the GPU
+has read it.
 
 The package asks torch about devices only by these functions, through this module. Tests can
 therefore put another device in their place (tests/python/fake_gpu.py).
 """
+
+import contextlib
 
 import torch
 
@@ -13,6 +15,8 @@ from .torch_public import warn
 
 #: where tensors are that are on no GPU
 HOST = torch.device("cpu")
+#: the lowest compute capability of an NVIDIA GPU that the library has kernels for
+_OLDEST = 8, 0
 #: True once the warning about pinned memory was given
 _told = False
 
@@ -27,20 +31,48 @@ def is_asynchronous(device):
     return device.type != "cpu"
 
 
+def capability(device):
+    """Returns the compute capability of an NVIDIA GPU, as (major, minor)."""
+    return torch.cuda.get_device_capability(device)
+
+
+def has_kernels(device):
+    """Returns True if tensors on the device can be stepped there. ROCm's GPUs are "cuda", too."""
+    if device.type != "cuda" or torch.version.hip:
+        return device.type == "cpu"
+    return capability(device) >= _OLDEST
+
+
+def kind(device):
+    """Returns what texts call a device that has no kernels."""
+    if device.type != "cuda":
+        return device.type
+    if torch.version.hip:
+        return "cuda (ROCm)"
+    return "cuda of compute capability {}.{}".format(*capability(device))
+
+
+def accelerator():
+    """Returns the device that torch computes on beside the processor, or None."""
+    if hasattr(torch, "accelerator"):
+        return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return torch.device("cuda") if torch.cuda.is_available() else None
+
+
+def has_streams(device):
+    """Returns True if torch has streams for the device, so that a Side can copy its tensors."""
+    return is_asynchronous(device) and _streams(device) is not None
+
+
 def check(p, name):
-    """Raises ValueError if no device of halfstep can step this parameter, or if it has no
+    """Raises ValueError if the library has no kernels for a parameter's device, or if it has no
     memory."""
     device = of(p)
-    if device.type == "cuda":
-        if torch.version.hip:
-            raise ValueError(
-                f"halfstep: parameter {name!r} is on {device}, which is an AMD GPU in this build of"
-                " torch (ROCm); halfstep steps tensors of CPUs and of NVIDIA GPUs"
-            )
-    elif device.type != "cpu":
+    if not has_kernels(device):
         raise ValueError(
-            f"halfstep: parameter {name!r} is on {device}; halfstep steps tensors of CPUs and of"
-            " NVIDIA GPUs"
+            f"halfstep: parameter {name!r} is on {device}, for which the library has no kernels:"
+            " this is for tensors of CPUs, and of NVIDIA GPUs of compute capability"
+            f" {_OLDEST[0]}.{_OLDEST[1]} or higher"
         )
     check_memory(p, f"parameter {name!r}")
 
@@ -154,29 +186,75 @@ def is_pinned(tensor):
 
 def check_copies(p, name):
     """Raises ValueError if torch has no streams on the parameter's device, because copies need
-    them."""
+    them, or if it has no memory."""
     device = of(p)
-    if is_asynchronous(device) and not hasattr(getattr(torch, device.type, None), "Stream"):
+    if is_asynchronous(device) and not has_streams(device):
         raise ValueError(
-            f"halfstep: parameter {name!r} cannot be offloaded from {device}: torch has no"
-            " streams there"
+            f"halfstep: parameter {name!r} is on {device}; halfstep steps tensors of CPUs and of"
+            " NVIDIA GPUs, and through CPU memory those of devices that torch has streams for,"
+            f" which torch {torch.__version__} has not for this one"
+            + ("" if hasattr(torch, "accelerator") else ": torch 2.6 or newer may have them")
         )
+    check_memory(p, f"parameter {name!r}")
+
+
+class _Accelerator:
+    """The streams of torch's accelerator, under the names of the module of a device."""
+
+    Stream = torch.Stream
+
+    @staticmethod
+    def current_stream(device):
+        return torch.accelerator.current_stream(device)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def stream(stream):
+        device = torch.accelerator.current_device_index()
+        before = torch.accelerator.current_stream(stream.device)
+        torch.accelerator.set_stream(stream)  # which makes its device the current one
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)
+            torch.accelerator.set_device_index(device)
+
+
+def _streams(device):
+    """Returns what makes and tells the streams of a device: the module of its kind, such as
+    torch.xpu, or what torch has for any accelerator from 2.6 on. Returns None if there is
+    neither."""
+    module = getattr(torch, device.type, None)
+    if all(hasattr(module, name) for name in ("Stream", "current_stream", "stream")):
+        return module
+    if not hasattr(torch, "accelerator"):
+        return None
+    found = accelerator()
+    return _Accelerator if found is not None and found.type == device.type else None
 
 
 class Side:
-    """A second stream of a device, for copies."""
+    """A second stream of a device, for copies.
+
+    alone    True: torch has a single stream there, as on Apple's GPUs. Each copy then waits until
+             it is done, so that there is nothing to wait for
+    """
 
     def __init__(self, device):
-        self.device, self.torch = device, getattr(torch, device.type)
+        self.device, self.torch = device, _streams(device)
         self.stream = self.torch.Stream(device)
+        self.alone = self.stream == self.torch.current_stream(device)
 
     def follow(self):
         """Makes later work on this stream wait for the work that the current stream has now."""
-        self.stream.wait_stream(self.torch.current_stream(self.device))
+        if not self.alone:
+            self.stream.wait_stream(self.torch.current_stream(self.device))
 
     def lead(self, event=None):
         """Makes later work on the current stream wait for the work that this stream has now, or
         only for the work before an event()."""
+        if self.alone:
+            return
         current = self.torch.current_stream(self.device)
         if event is None:
             current.wait_stream(self.stream)
@@ -185,11 +263,15 @@ class Side:
 
     def after(self, event):
         """Makes later work on this stream wait for an event() of another Side of the device."""
-        self.stream.wait_event(event)
+        if not self.alone:
+            self.stream.wait_event(event)
 
     def copy(self, to, tensor):
         """Copies a tensor into another on this stream. One of them must be in pinned memory. The
         memory on the device stays until the copy is done."""
+        if self.alone:
+            to.copy_(tensor)
+            return
         with self.torch.stream(self.stream):
             to.copy_(tensor, non_blocking=True)
         for one in (to, tensor):
@@ -197,8 +279,8 @@ class Side:
                 one.record_stream(self.stream)
 
     def event(self):
-        """Returns an event for all work on this stream until now."""
-        return self.stream.record_event()
+        """Returns an event for all work on this stream until now, or None if it is done."""
+        return None if self.alone else self.stream.record_event()
 
 
 def scaler():
@@ -207,5 +289,6 @@ def scaler():
 
 
 def wait(event):
-    """Waits until a Side has done the work before an event()."""
-    event.synchronize()
+    """Waits until a Side has done the work before an event(), which may be None."""
+    if event is not None:
+        event.synchronize()

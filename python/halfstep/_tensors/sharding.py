@@ -245,11 +245,17 @@ class Part:
 
 
 def _dtensor(tensor, mesh, placements, shape):
-    """Returns a DTensor of this shape with a tensor of this process as its local part."""
+    """Returns a DTensor of this shape with a tensor of this process as its local part, on any
+    device. from_local() would bring it to the mesh's."""
     from torch.distributed.tensor import DTensor
 
     whole = {"shape": torch.Size(shape), "stride": _strides(shape)}
-    return DTensor.from_local(tensor, mesh, placements, run_check=False, **whole)
+    there = mesh.device_type == tensor.device.type
+    given = tensor if there else tensor.new_empty(0, device=mesh.device_type)
+    made = DTensor.from_local(given, mesh, placements, run_check=False, **whole)
+    if not there:
+        torch_private.put_local_part(made, tensor)
+    return made
 
 
 def _along(placement, dim):
@@ -316,17 +322,6 @@ def cut_like(p, value, name):
             " torch.distributed.checkpoint, or whole"
         )
     return local(value)
-
-
-def gathered(tensors, keep=True):
-    """Returns tensors by name, with whole ones in CPU memory in place of DTensors. All ranks call
-    it. Those without `keep` get no DTensors, and have one whole tensor at a time."""
-    found = {}
-    for name, tensor in tensors.items():
-        whole = tensor.detach().full_tensor() if is_dtensor(tensor) else None
-        if whole is None or keep:
-            found[name] = tensor if whole is None else whole.cpu()
-    return found
 
 
 def reshard(model):

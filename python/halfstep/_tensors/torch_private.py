@@ -160,7 +160,7 @@ def local_part(dtensor):
 def put_local_part(dtensor, tensor):
     """Gives a DTensor another tensor of this process, on any device. from_local() would bring it to
     the mesh's device. `_local_tensor` in torch/distributed/tensor/_api.py since 2.6."""
-    _need(dtensor, "_local_tensor", "8-bit weights of a DTensor are copied through it")
+    _need(dtensor, "_local_tensor", "8-bit weights and states of a DTensor are put there")
     dtensor._local_tensor = tensor
 
 

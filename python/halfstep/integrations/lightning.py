@@ -11,9 +11,9 @@ from typing import Any, Dict
 
 import torch
 
-from .._tensors.sharding import cut_like, gathered, is_dtensor
+from .._tensors.sharding import cut_like, is_dtensor
 from ..optimizer import unwrapped
-from ._averages import Averages, is_first
+from ._averages import Averages, gathered, is_first
 
 try:
     from lightning.pytorch import Callback

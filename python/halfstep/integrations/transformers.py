@@ -24,12 +24,12 @@ from .. import plan
 from .._forecast.models import model_of
 from .._settings.assignment import patterns_of
 from .._tensors.devices import gpu_memory
-from .._tensors.sharding import cut_like, gathered, is_dtensor, reshard
+from .._tensors.sharding import cut_like, is_dtensor, reshard
 from .._tensors.torch_public import warn
 from .._weights8 import savers
 from ..optimizer import Optimizer, unwrapped
 from ..rules import class_and_options, classes
-from ._averages import Averages
+from ._averages import Averages, gathered
 from ._text import missing, read
 
 try:

@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn import Parameter
 
 import halfstep
-from halfstep._placement import host
+from halfstep import offload
 from halfstep._tensors import devices
 
 SHAPES = {**SHAPES, "a": (40, 64), "b": (64, 40), "c": (64, 64), "d": (32, 32), "e": (48, 64)}
@@ -694,7 +694,7 @@ def test_under_the_name_of_torchao(gpu):
 
 
 def test_a_library_without_kernels_offloads_everything(gpu, monkeypatch):
-    monkeypatch.setattr(host, "_can_step_on", lambda device: False)
+    monkeypatch.setattr(offload, "_can_step_on", lambda device: False)
     both = pair(gpu, halfstep.AdamW, "ecc8-int8", clip_norm=1.0)
     same_steps(gpu, both, 1, 4)
     assert not both[1][1]._parts.cache.engine.asynchronous
