@@ -3,21 +3,28 @@
 
     python bench/gpu_session.py                     every step, each with a limit and a log; status
                                                     1 if any fails
+    python bench/gpu_session.py --minutes 12        as many steps as fit, the most important first
     python bench/gpu_session.py --only golden,one   steps by name
     python bench/gpu_session.py --list              the steps with their commands
     python bench/gpu_session.py --dry               without a GPU: whether every command is there
-                                                    and takes its options, and what is lacking;
-                                                    trains small models on the processor
+                                                    and takes its options, what is lacking, and
+                                                    what has to be carried to a GPU that is lent;
+                                                    trains small models on the processor, without
+                                                    a network where the system can take it away
 
 It needs a build with device code (`bash scripts/build.sh build 8 -DHALFSTEP_CUDA=ON`, which takes
 clang), and a Python with torch for CUDA, numpy and pytest. It compares with the peers of
 tests/python/requirements.txt that are installed. A machine without clang takes the build from
 elsewhere, and what `python lab/gpu_arithmetic.py --compile --ptx build/arithmetic.ptx` writes.
-Checks of bits and faults run side by side. What is timed then runs one after another. --logs gets
-the logs and results.md, whose tables are ready for docs/results.md."""
+Neighbours that check bits and faults run side by side. What is timed runs alone. --logs gets the
+logs and results.md, whose tables are ready for docs/results.md. A step writes its part when it
+ends, so that a session that is cut loses one step. The file is long because it holds the table of
+steps."""
 
 import argparse
 import concurrent.futures
+import functools
+import glob
 import importlib.util
 import itertools
 import json
@@ -28,6 +35,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 
@@ -39,8 +47,8 @@ ROOT = os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(__file__)),
 
 @dataclass(frozen=True)
 class Step:
-    """Words of a command may name what is decided elsewhere: {build}, {logs}, {recipes}. A script
-    of Python is run by this Python."""
+    """Words of a command may name what is decided elsewhere: {build}, {logs}, {recipes}, and the
+    {slowest} of them. A script of Python is run by this Python."""
 
     name: str
     timed: bool
@@ -51,7 +59,10 @@ class Step:
     small: str = ""  # options with which --dry runs the command
 
 
-#: A sanitizer rewrites every kernel of the library, and then slows each launch, so that it gets a
+#: packages that are compared, one at a time
+PEERS = ("flashoptim", "torchao", "bitsandbytes", "optimi")
+#: In the order in which they would be missed: a session that is cut short loses the last ones. A
+#: sanitizer rewrites every kernel of the library, and then slows each launch, so that it gets a
 #: share of the golden cases.
 STEPS = (
     Step(
@@ -63,13 +74,11 @@ STEPS = (
         " --tensors 4 --rounds 2 --recipes adamw/bf16-sr/int8,lion/bf16-sr/bf16-sr",
     ),
     Step(
-        "arithmetic",
+        "golden",
         False,
         250,
-        "2^32 roots and 2^33 quotients, double precision and estimated roots: as the processor"
-        " takes them",
-        "lab/gpu_arithmetic.py{ptx}",
-        "numpy",
+        "golden hashes of every rule and format: the processor's",
+        "{build}/halfstep verify --device cuda",
     ),
     Step(
         "info",
@@ -79,28 +88,22 @@ STEPS = (
         "{build}/halfstep info",
     ),
     Step(
-        "golden",
-        False,
-        250,
-        "golden hashes of every rule and format: the processor's",
-        "{build}/halfstep verify --device cuda",
-    ),
-    Step(
-        "model",
-        False,
-        250,
-        "300 steps of a transformer, bit for bit",
-        "lab/gpu_model.py --steps 300",
+        "one",
+        True,
+        90,
+        "fraction of a copy, and torch's fused AdamW, 2^30 parameters in one matrix",
+        "bench/gpu.py --shapes one --only /,^torch$,^torch-bf16$ --patience 40 --rounds 7"
+        " --json {logs}/one.json",
         "torch",
     ),
     Step(
+        "shapes",
+        True,
+        90,
+        "the same, the 201 tensors of a model of 1.1 B parameters",
+        "bench/gpu.py --shapes model --only /,^torch$,^torch-bf16$ --patience 40 --rounds 7"
+        " --json {logs}/shapes.json",
         "torch",
-        False,
-        250,
-        "through PyTorch: every rule, streams, graphs, scalers, offload and streaming",
-        "-m pytest -q -p no:cacheprovider tests/python/test_cuda.py"
-        " tests/python/test_offload.py tests/python/test_streaming.py",
-        "torch pytest",
     ),
     Step(
         "memcheck",
@@ -119,6 +122,61 @@ STEPS = (
         " --device cuda --every 211",
     ),
     Step(
+        "small",
+        True,
+        60,
+        "what 300 small tensors cost the process",
+        "bench/gpu.py --small 300 --only /,^torch$,^torch-bf16$ --patience 20"
+        " --json {logs}/small.json",
+        "torch",
+    ),
+    *(
+        Step(
+            name,
+            True,
+            60,
+            f"{name} on one matrix and on a model's tensors",
+            f"bench/gpu.py --only {name} --patience 40 --rounds 7 --json {{logs}}/{name}.json",
+            f"torch {name}",
+        )
+        for name in PEERS
+    ),
+    Step(
+        "profile",
+        True,
+        90,
+        "what bounds the two slowest of the table's recipes",
+        "ncu --csv --clock-control none --launch-skip 4 --launch-count 8"
+        " --section SpeedOfLight --section Occupancy --section WarpStateStats {build}/halfstep"
+        " bench --device cuda --params 268435456 --tensors 1 --rounds 1 --recipes {slowest}",
+    ),
+    Step(
+        "model",
+        False,
+        250,
+        "300 steps of a transformer, bit for bit",
+        "lab/gpu_model.py --steps 300",
+        "torch",
+    ),
+    Step(
+        "torch",
+        False,
+        250,
+        "through PyTorch: every rule, streams, graphs, scalers, offload and streaming",
+        "-m pytest -q -p no:cacheprovider tests/python/gpu/test_cuda.py"
+        " tests/python/gpu/test_offload.py tests/python/gpu/test_streaming.py",
+        "torch pytest",
+    ),
+    Step(
+        "arithmetic",
+        False,
+        250,
+        "2^32 roots and 2^33 quotients, double precision and estimated roots: as the processor"
+        " takes them",
+        "lab/gpu_arithmetic.py{ptx}",
+        "numpy",
+    ),
+    Step(
         "limit",
         True,
         150,
@@ -126,30 +184,6 @@ STEPS = (
         "bench/gpu_train.py limit --json {logs}/limit.json",
         "torch",
         "--device cpu --width 64 --depth 2 --heads 4 --context 32 --vocab 256 --steps 3",
-    ),
-    Step(
-        "small",
-        True,
-        60,
-        "what 300 small tensors cost the process",
-        "bench/gpu.py --small 300 --patience 20 --json {logs}/small.json",
-        "torch",
-    ),
-    Step(
-        "one",
-        True,
-        90,
-        "fraction of a copy and peers, 2^30 parameters in one matrix",
-        "bench/gpu.py --shapes one --patience 40 --rounds 7 --json {logs}/one.json",
-        "torch",
-    ),
-    Step(
-        "shapes",
-        True,
-        90,
-        "the same, the tensors of a model of 1.1 B parameters",
-        "bench/gpu.py --shapes model --patience 40 --rounds 7 --json {logs}/shapes.json",
-        "torch",
     ),
     Step(
         "bench",
@@ -160,6 +194,14 @@ STEPS = (
         " {logs}/bench.csv --recipes {recipes}",
     ),
     Step(
+        "offload",
+        True,
+        300,
+        "offload and streaming beside a plain step and torchao",
+        "bench/offload.py",
+        "torch",
+    ),
+    Step(
         "ladder",
         True,
         150,
@@ -168,18 +210,27 @@ STEPS = (
         "torch",
         "--device cpu --minutes 0 --only 10 --context 16 --batch 1 --evaluation 1",
     ),
-    Step(
-        "offload",
-        True,
-        300,
-        "offload and streaming beside a plain step and torchao",
-        "bench/offload.py",
-        "torch",
-    ),
 )
 #: whose output is shown whole
-TABLES = ("limit", "small", "one", "shapes", "bench", "ladder")
+TABLES = ("one", "shapes", "small", *PEERS, "limit", "bench", "ladder")
 DRY_LIMIT = 900  # seconds of a small model on the processor
+
+
+#: files of a build that a GPU elsewhere needs beside the working tree
+CARRIED = ("halfstep", "libhalfstep.so*", "libhalfstep_io.so*", "arithmetic.ptx")
+
+
+def slowest(options):
+    """Returns the two recipes of the step `one` that are furthest from the speed of a copy, or two
+    that were slow before."""
+    try:
+        with open(os.path.join(options.logs, "one.json"), encoding="utf-8") as file:
+            rows = json.load(file)["results"]
+    except (OSError, ValueError):
+        rows = []
+    ours = {row["contestant"].split(":")[0]: row["of_copy"] for row in rows}
+    found = sorted((recipe for recipe in ours if recipe in gpu.RECIPES), key=ours.get)[:2]
+    return found if len(found) == 2 else ["lamb16/bf16-sr/bf16-sr", "adamw/bf16-sr/int4"]
 
 
 def words_of(step, options):
@@ -190,6 +241,7 @@ def words_of(step, options):
             build=shlex.quote(options.build),
             logs=shlex.quote(options.logs),
             recipes=",".join(gpu.RECIPES),
+            slowest=",".join(slowest(options)),
             ptx=" --ptx " + shlex.quote(ptx) if os.path.exists(os.path.join(ROOT, ptx)) else "",
         )
     )
@@ -237,7 +289,7 @@ def help_of(words, options):
 
 def parts_of(words):
     """Splits a command that runs another one into both."""
-    if os.path.basename(words[0]) != "compute-sanitizer":
+    if os.path.basename(words[0]) not in ("compute-sanitizer", "ncu"):
         return [words]
     at = next(
         (i for i, word in enumerate(words) if i and os.path.basename(word) == "halfstep"),
@@ -286,9 +338,41 @@ def check(step, options):
         log = os.path.join(options.logs, f"dry-{step.name}.log")
         words = [*words_of(step, options), *step.small.split()]
         with open(log, "w", encoding="utf-8") as file:
-            failed = ended(words, DRY_LIMIT, options, file)
+            failed = ended([*without_network(), *words], DRY_LIMIT, options, file)
         wrong += [f"{shown(words)}: {failed}; {log}"] if failed else []
     return wrong, lacking
+
+
+@functools.lru_cache(maxsize=None)
+def without_network():
+    """Returns the words before a command that take the network from it, if this system lets us."""
+    words = ("unshare", "--map-root-user", "--net")
+    try:
+        done = subprocess.run([*words, "true"], capture_output=True, check=False)
+    except OSError:
+        return ()
+    return words if done.returncode == 0 else ()
+
+
+def carried(options):
+    """Returns (bytes, what) of what a machine elsewhere is sent."""
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    done = subprocess.run(listed, cwd=ROOT, capture_output=True, check=False)
+    tree = {name for name in os.fsdecode(done.stdout).split("\0") if name}
+    built = [
+        path
+        for pattern in CARRIED
+        for path in sorted(glob.glob(os.path.join(ROOT, options.build, pattern)))
+        if not os.path.islink(path)
+    ]
+    sizes = [
+        os.lstat(os.path.join(ROOT, name)).st_size
+        for name in tree
+        if os.path.lexists(os.path.join(ROOT, name))
+    ]
+    return [(sum(sizes), f"{len(sizes)} files of the working tree")] + [
+        (os.path.getsize(path), os.path.relpath(path, ROOT)) for path in built
+    ]
 
 
 def dry(steps, options):
@@ -309,6 +393,18 @@ def dry(steps, options):
     found = cuda(options)
     if isinstance(found, dict) and not found["code"]:
         print(no_code(options))
+    parts = carried(options)
+    for size, what in parts:
+        print(f"carry {size / 2**20:8.2f} MiB  {what}")
+    print(
+        f"carry {sum(size for size, _ in parts) / 2**20:8.2f} MiB in all; "
+        + (
+            "small models were trained without a network"
+            if without_network()
+            else "the network could not be taken away here, so that a download would not be seen"
+        )
+    )
+    print(f"{sum(step.limit for step in steps) / 60:.0f} minutes, if every step needs its limit")
     return 1 if bad else 0
 
 
@@ -374,7 +470,7 @@ def ended(words, limit, options, file):
         status = process.wait(timeout=limit)
         return f"status {status}" if status > 0 else f"signal {-status}" if status else None
     except subprocess.TimeoutExpired:
-        return f"ran past its limit of {limit} s"
+        return f"ran past its limit of {limit:.0f} s"
     finally:
         try:
             os.killpg(process.pid, signal.SIGKILL)
@@ -383,8 +479,13 @@ def ended(words, limit, options, file):
         process.wait()
 
 
-def run(step, options):
-    """Runs a step and prints what it came to. Returns why it failed, or None, and its output."""
+def run(step, options, until):
+    """Runs a step, at the longest until a time of time.monotonic(), and prints what it came to.
+    Returns why it failed, or None, and its output. Returns None, without a start, if less than a
+    third of its limit is left."""
+    left = until - time.monotonic()
+    if left < step.limit / 3:
+        return None
     log, words, begun = (
         os.path.join(options.logs, step.name + ".log"),
         words_of(step, options),
@@ -393,7 +494,7 @@ def run(step, options):
     with open(log, "w", encoding="utf-8") as file:
         file.write("$ " + shlex.join(words) + "\n")
         file.flush()
-        failed = ended(words, step.limit, options, file)
+        failed = ended(words, min(step.limit, left), options, file)
     with open(log, encoding="utf-8", errors="replace") as file:
         lines = [line.rstrip() for line in file if line.strip()][1:]
     head = (
@@ -412,29 +513,34 @@ def run(step, options):
 def run_all(steps, options):
     os.makedirs(options.logs, exist_ok=True)
     found, path, machine = {}, os.path.join(options.logs, "results.md"), cuda(options)
+    until = time.monotonic() + 60 * options.minutes
+    lock = threading.Lock()
 
-    def keep(more):
-        found.update(more)
-        with open(path, "w", encoding="utf-8") as file:  # an interrupted session leaves it too
+    def one(step):
+        ran = run(step, options, until)
+        with lock:
+            if ran:
+                found[step] = ran
             rows = [
                 (step.question, shown(words_of(step, options)), step.name in TABLES, *found[step])
                 for step in steps
                 if step in found
             ]
-            file.write(gpu_report.report(machine, rows))
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(gpu_report.report(machine, rows))
 
-    beside = [step for step in steps if not step.timed]
-    with concurrent.futures.ThreadPoolExecutor(len(STEPS)) as pool:
-        keep(zip(beside, pool.map(lambda step: run(step, options), beside)))
-    for step in steps:
-        if step.timed:
-            keep({step: run(step, options)})
+    for timed, neighbours in itertools.groupby(steps, key=lambda step: step.timed):
+        with concurrent.futures.ThreadPoolExecutor(1 if timed else len(STEPS)) as pool:
+            list(pool.map(one, list(neighbours)))
+    left = [step.name for step in steps if step not in found]
+    steps = [step for step in steps if step in found]
     failed = [step.name for step in steps if found[step][0]]
     with open(path, encoding="utf-8") as file:
         print(f"\n{file.read()}\n{path} has these tables for docs/results.md")
     print(
         f"{len(steps) - len(failed)} of {len(steps)} steps passed"
         + (f"; failed: {', '.join(failed)}" if failed else "")
+        + (f"; no time for {', '.join(left)}" if left else "")
     )
     return 1 if failed else 0
 
@@ -456,6 +562,12 @@ def main(arguments=None):
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", metavar="NAME,...", help="these steps")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=float("inf"),
+        help="starts no step that does not fit, and ends what runs then (default: no end)",
+    )
     parser.add_argument("--list", action="store_true", help="print steps and commands")
     parser.add_argument("--dry", action="store_true", help="check every command without a GPU")
     parser.add_argument("--build", default="build", help="folder of the build (default: build)")

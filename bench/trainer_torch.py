@@ -1,6 +1,6 @@
 """The models of `halfstep train lm` and `train mnist` as PyTorch modules, with the same batches.
 
-bench/trainer.py measures them, and tests/python/test_trainer_torch.py compares their losses.
+bench/trainer.py measures them, and tests/python/docs/test_trainer_torch.py compares their losses.
 """
 
 import dataclasses

@@ -351,7 +351,7 @@ if(NOT HALFSTEP_TESTS STREQUAL UNIT)
   set_tests_properties(python_package PROPERTIES COST 3000 FIXTURES_SETUP python)
   set_tests_properties(python python_all PROPERTIES COST 2000 FIXTURES_REQUIRED python PROCESSORS ${cores})
   set_tests_properties(python_package_sdist python_all PROPERTIES LABELS all)
-  add_test(NAME format CONFIGURATIONS check COMMAND bash ${tests}/tools/run_python.sh -m "not all" tests/python/test_format.py
+  add_test(NAME format CONFIGURATIONS check COMMAND bash ${tests}/tools/run_python.sh -m "not all" tests/python/package/test_format.py
     WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
   halfstep_test_properties(format "" TIMEOUT 600)
 

@@ -1,7 +1,7 @@
 /* Copy this to src/rules/NAME.h and rename. Name it in src/rules/rules.def and rules.h (docs/adding.md).
  *
  * Say here what the rule is. The four fields follow, as docs/adding.md describes them. The site shows them, and
- * tests/python/test_equations.py runs the equations beside the library. This example is Signum.
+ * tests/python/rules/test_equations.py runs the equations beside the library. This example is Signum.
  *
  * Use: for signs of the momentum in place of its size.
  * Source: Bernstein et al. 2018, arXiv:1802.04434

@@ -657,6 +657,9 @@ class Tree:
             if path.startswith("tests/python/"):
                 modules.add("conftest")
             here = os.path.dirname(path)
+            rooms = {here}
+            if path.startswith("tests/python/"):
+                rooms = {os.path.dirname(f) for f in self.files if f.startswith("tests/python/")}
             self.texts[path] = (
                 text,
                 sorted(
@@ -665,7 +668,7 @@ class Tree:
                         for n in names
                         for f in ("tests", "tests/tools", here, "")
                     }
-                    | {f"{here}/{m}.py" for m in modules}
+                    | {f"{room}/{m}.py" for room in rooms for m in modules}
                 ),
             )
         for other in self.texts[path][1]:

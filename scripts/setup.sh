@@ -41,6 +41,9 @@ want libdnnl-dev header have_dnnl
 want libjansson-dev header have_jansson
 want zlib1g-dev header have_zlib
 
+# Beside the driver of a GPU a build without device code would refuse that GPU.
+[ ! -e /dev/nvidiactl ] || want clang program clang
+
 case ${1:-build} in
 test | all | machines | packages | fuzz)
     # The sanitizer builds are clang's, whose runtimes have its version in their packages' names.

@@ -2,7 +2,7 @@
 equations into Markdown with LaTeX.
 
 docs/adding.md has the convention. Equations are statements of Python, so that
-tests/python/test_equations.py runs the same lines that this site shows.
+tests/python/rules/test_equations.py runs the same lines that this site shows.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ A rule turns weight $w$ and gradient $g$ into a change $\\Delta$. The weight's f
   all elements.
 
 Every step is in fp32. The tests run these equations in double precision beside the library
-([test_equations.py](../../tests/python/test_equations.py)).
+([test_equations.py](../../tests/python/rules/test_equations.py)).
 
 $\\mathrm{{lr}}$ is the learning rate of the step, after the schedule. $\\mathrm{{decay}}$ follows
 from the decay mode:

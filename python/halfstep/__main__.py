@@ -57,7 +57,7 @@ def info(given):
         print(json.dumps(found, indent=2))
         return 0
     if not device.usable:
-        found["gpu"] = "none: " + (lib.halfstep_error_detail(None) or b"").decode()
+        found["gpu"] = "none: " + abi.why()
     found["device_code"] = lib.halfstep_device_code().decode()
     found["accelerator"] = beside or "none that torch has"
     for key, value in found.items():

@@ -3,7 +3,6 @@ BF16 sums do."""
 
 import weakref
 from functools import partial
-from types import TracebackType
 from typing import Any, Dict, Iterable, Optional, Sequence, Tuple, Type, Union
 
 import torch
@@ -11,7 +10,8 @@ import torch
 from ._library import abi, calls
 from ._library.abi import invoke, lib
 from ._settings import naming
-from ._states.handles import Handle, check_seed, seed_of
+from ._settings.options import check_seed, seed_of
+from ._states.handles import Handle
 from ._tensors import devices, sharding
 from ._tensors.parameters import (
     PLAIN,
@@ -227,12 +227,7 @@ class GradientAccumulator:
         self._entered = not self.attached
         return self.attach()
 
-    def __exit__(
-        self,
-        kind: Optional[Type[BaseException]],
-        value: Optional[BaseException],
-        traceback: Optional[TracebackType],
-    ) -> None:
+    def __exit__(self, kind: Optional[Type[BaseException]], *_: Any) -> None:
         if self._entered:
             self.detach()
         if kind is None:
@@ -349,19 +344,6 @@ class GradientAccumulator:
 
     # ---- Saving and copies -----------------------------------------------------------------------
 
-    def _writes(self):
-        return [int(handle.counters(index).writes) for handle, index in self._places]
-
-    def _set_generator(self, name):
-        abi.check_choice("generator", name, " of the saved sums")
-        for handle in self._handles.values():
-            handle.set(generator=name)
-        self._generator = name
-
-    def _set_writes(self, writes):
-        for (handle, index), n in zip(self._places, writes):
-            handle.count(index, writes=n)
-
     def state_dict(self) -> Dict[str, Any]:
         """Returns what a resumed run needs to draw the same random bits, and the sums if there are
         any."""
@@ -369,7 +351,10 @@ class GradientAccumulator:
             "format": self.format,
             "seed": self.seed,
             "generator": self._generator,
-            "writes": dict(zip(self._names, self._writes())),
+            "writes": {
+                name: int(handle.counters(index).writes)
+                for name, (handle, index) in zip(self._names, self._places)
+            },
             "buffers": {
                 name: b.clone() for name, b in zip(self._names, self._buffers) if b is not None
             },
@@ -412,39 +397,33 @@ class GradientAccumulator:
                     f"halfstep: the saved writes of {name!r} are {writes!r}; they must be a whole"
                     " number from 0 to 2**63 - 1"
                 )
-        self._set_generator(state_dict.get("generator"))
+        generator = state_dict.get("generator")
+        abi.check_choice("generator", generator, " of the saved sums")
         for handle in self._handles.values():
+            handle.set(generator=generator)
             calls.change(handle, abi.RECORD_OPTIMIZER, seed=seed & (2**64 - 1))
-        self.seed = seed
-        self._set_writes(
-            [
-                state_dict["writes"].get(named.get(name), old)
-                for name, old in zip(self._names, self._writes())
-            ]
-        )
-        self._buffers = buffers
+        self.seed, self._generator, self._buffers = seed, generator, buffers
+        for (handle, index), name in zip(self._places, self._names):
+            if named.get(name) in state_dict["writes"]:
+                handle.count(index, writes=state_dict["writes"][named[name]])
 
     def __getstate__(self):
-        alive = [
-            (name, ref(), n, b)
-            for name, ref, n, b in zip(self._names, self._params, self._writes(), self._buffers)
-        ]
+        members = [(name, ref()) for name, ref in zip(self._names, self._params)]
+        alive = {name for name, p in members if p is not None}
+        saved = self.state_dict()
+        for key in ("writes", "buffers"):
+            saved[key] = {name: value for name, value in saved[key].items() if name in alive}
         return {
-            "members": [m for m in alive if m[1] is not None],
-            "format": self.format,
-            "seed": self.seed,
-            "generator": self._generator,
+            **saved,
+            "members": [(name, p) for name, p in members if p is not None],
             "missing": self.missing,
             "dtype": self.dtype,
             "attached": self.attached,
         }
 
     def __setstate__(self, state):
-        members = state["members"]
-        named = [(name, p) for name, p, _, _ in members]
-        self._setup(named, state["format"], state["seed"], state["missing"], state["dtype"])
-        self._set_generator(state.get("generator"))
-        self._set_writes([n for _, _, n, _ in members])
-        self._buffers = [b for _, _, _, b in members]
+        own = (state[key] for key in ("members", "format", "seed", "missing", "dtype"))
+        self._setup(*own)
+        self.load_state_dict(state)
         if state["attached"]:
             self.attach()

@@ -19,9 +19,9 @@ import torch
 from ._library import abi, calls
 from ._library.abi import SLOT_GRADIENT, invoke, lib
 from ._placement.memory import Placement
+from ._settings.options import seed_of
 from ._states import layout
 from ._states.convert import recode
-from ._states.handles import seed_of
 from ._states.watch import State
 from ._tensors import devices, sharding, torch_private
 from ._tensors.parameters import (

@@ -12,9 +12,9 @@ import torch
 from . import accumulate
 from ._library import abi
 from ._placement.host import Offloaded
-from ._settings.options import Options, Store, StoreLike, keep_plain
+from ._settings.options import Options, Store, StoreLike, keep_plain, seed_of
 from ._states import checkpoints, checks, files, layout
-from ._states.handles import Handle, seed_of
+from ._states.handles import Handle
 from ._step.parts import Parts
 from ._step.release import check_release
 from ._tensors import matrices, sharding

@@ -540,7 +540,7 @@ def plan(
         class_and_options(recipe)  # refuses ema, which trains nothing
         recipe = abi.recipe_full(recipe)
         rule = abi.rules[recipe.split("/")[0]]
-        streamed = kernels and has_products(rule)  # what CPUOffload does with its matrices
+        products = kernels and has_products(rule)
         if not kernels and has_products(rule):
             notes[
                 f"The times leave out the products of {rule.name}, which the processor makes."
@@ -564,67 +564,42 @@ def plan(
             ),
             without_weights=store is not None and not store.weights,
         )
-        weights, extras, states = sums.weights, sums.weight_extras, sums.states
+        one = PlanRow(
+            recipe,
+            gradient,
+            sums.weights,
+            sums.weight_extras,
+            sums.gradients,
+            sums.states,
+            frozen,
+            total=0,
+            fits=None,
+            workspace=sums.workspace,
+        )
+        found = _ways(one, sums, limit, bus, host, device, not rule.totals)
         if device_memory is not None:
-            one = PlanRow(
-                recipe,
-                gradient,
-                weights,
-                extras,
-                sums.gradients,
-                states,
-                frozen,
-                0,
-                False,
-                workspace=sums.workspace,
-            )
-            found = _ways(one, sums, limit, bus, host, device, not rule.totals)
-            if streamed or not kernels:  # streamed is as with StateStreaming
+            if products or not kernels:  # CPUOffload does as StateStreaming with products
                 found = [x for x in found if x.way.startswith("CPUOffload") == (not kernels)]
             rows += found if isinstance(recipes, str) else [min(found, key=_preference)]
             continue
-        freed = release or offload == "gradients" and not streamed
-        gradients = sums.largest_gradient if freed else sums.gradients
-        host = copied = ahead = 0
-        disk = read = written = 0
+        way = "GPU"
+        if offload:
+            way = "StateStreaming" if products and not store else "CPUOffload"
+        if release:
+            way += ", gradient_release"
+        elif offload == "gradients" and not products:
+            way += ", offload_gradients"
+        row = next(row for row in found if row.way == way)
+        row = replace(row, way="", seconds=None, hidden=False)
         if store:
-            disk, read, written, pieces = 2 * sums.stored, sums.read, sums.written, sums.memory
-            if offload:
-                copied = weights + sums.gradients
-                host, pieces = pieces + copied, 0
-            extras, states = 0, pieces
-        elif offload and streamed:
-            host, copied = extras + states, 2 * (extras + states)
-            extras, states = 0, min(BUFFERS * max(BUFFER_BYTES, sums.largest_states), host)
-        elif offload:
-            copied = weights + sums.gradients
-            host = extras + states + copied  # less in release, where copies of gradients are shared
-            if overlap and not rule.two_pass:
-                ahead = weights + extras + states
-                ahead = ahead if overlap is True else min(ahead, overlap)
-                host += ahead
-            extras = states = 0
-        total = weights + extras + gradients + states + frozen
-        rows.append(
-            PlanRow(
-                recipe,
-                gradient,
-                weights,
-                extras,
-                gradients,
-                states,
-                frozen,
-                total,
-                None if limit is None else total <= limit,
-                host,
-                copied,
-                disk=disk,
-                read=read,
-                written=written,
-                ahead=ahead,
-                workspace=sums.workspace,
-            )
-        )
+            pieces = {"host": sums.memory + row.copied} if offload else {"states": sums.memory}
+            disk = {"disk": 2 * sums.stored, "read": sums.read, "written": sums.written}
+            row = _sized(row, limit, **{"extras": 0, "states": 0, **pieces, **disk})
+        elif overlap and not products and not rule.two_pass:
+            ahead = sums.weights + sums.weight_extras + sums.states
+            ahead = ahead if overlap is True else min(ahead, overlap)
+            row = replace(row, ahead=ahead, host=row.host + ahead)
+        rows.append(row)
     if device_memory is None or not isinstance(recipes, str):
         rows.sort(key=lambda row: (row.total, row.host, row.recipe))
     return Plan(
@@ -636,6 +611,13 @@ def plan(
         device_memory is not None,
         list(notes),
     )
+
+
+def _sized(row, limit, **fields):
+    """Returns a row with some other fields, and what they make in all."""
+    row = replace(row, **fields)
+    total = row.weights + row.extras + row.gradients + row.states + row.frozen
+    return replace(row, total=total, fits=None if limit is None else total <= limit)
 
 
 def _preference(row):
@@ -654,22 +636,9 @@ def _ways(row, sums, limit, bus, host, device, released):
     out = []
 
     def add(way, gradients, extras, states, host, seconds, copied):
-        total = row.weights + extras + gradients + states + row.frozen
-        out.append(
-            replace(
-                row,
-                way=way,
-                gradients=gradients,
-                extras=extras,
-                states=states,
-                host=host,
-                total=total,
-                fits=total <= limit,
-                seconds=seconds,
-                hidden="release" in way,
-                copied=copied,
-            )
-        )
+        sizes = {"gradients": gradients, "extras": extras, "states": states, "host": host}
+        told = {"way": way, "seconds": seconds, "hidden": "release" in way, "copied": copied}
+        out.append(_sized(row, limit, **sizes, **told))
 
     copies = row.weights + row.gradients
     for release in (False, True)[: 1 + released]:

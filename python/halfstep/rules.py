@@ -218,12 +218,8 @@ class _ScheduleFree(Optimizer):
         super().add_param_group(param_group)
 
     def _groups_of(self):
-        return [
-            (group, p)
-            for group in self.param_groups
-            for p in group["params"]
-            if p.numel() and self.state.get(p)
-        ]
+        groups = self._parts.groups
+        return [(groups[g], p) for g, _, p in groups.members() if self.state.get(p)]
 
     @no_dynamo
     @torch.no_grad()
@@ -318,9 +314,6 @@ class _ScheduleFree(Optimizer):
                         if kept is not None and left is not None and left.get(p) == version(p):
                             self._put_back(p, kept)
                 self._left = None
-
-    def __getstate__(self):
-        return {key: value for key, value in super().__getstate__().items() if key != "_left"}
 
     def save_safetensors(self, path: Union[str, "os.PathLike[str]"]) -> None:
         if _is_in_eval(self.param_groups):

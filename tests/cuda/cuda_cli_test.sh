@@ -22,7 +22,7 @@ export LD_LIBRARY_PATH=$fake${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 FAKE_CUDA_DEVICES=0 expect 'verify: cuda: cuInit: CUDA_ERROR_NO_DEVICE .*CUDA_VISIBLE_DEVICES' verify --device cuda
 FAKE_CUDA_DRIVER=11040 expect 'bench: cuda: the NVIDIA driver supports CUDA 11.4; it must support 12.0' bench --device cuda
 grep -q '^HALFSTEP_CUDA:[A-Z]*=ON' "$build_dir/CMakeCache.txt" ||
-    HALFSTEP_CUDA_IMAGE='' expect 'this build of halfstep has no device code: build it with' verify --device cuda
+    HALFSTEP_CUDA_IMAGE='' expect 'this build of halfstep has no device code: install clang' verify --device cuda
 HALFSTEP_CUDA_IMAGE=$scratch/none expect 'none cannot be read' verify --device cuda
 expect "unknown device 'tpu'; known: cpu, cuda, cuda:N" verify --device tpu
 expect 'unknown GPU number 3; the driver shows 1' bench --device cuda:3

@@ -56,6 +56,8 @@ head -n 1 "$scratch/list" | grep -q '^check' || fail "--list does not begin with
 session --dry >"$scratch/dry" || fail "--dry: $(cat "$scratch/dry" "$scratch"/logs/dry-*)"
 ! grep -q '^WRONG' "$scratch/dry" || fail "--dry: $(cat "$scratch/dry")"
 ! grep -q 'compute-sanitizer' "$scratch/dry" || fail "--dry does not find compute-sanitizer"
+grep -qE '^carry +[0-9.]+ MiB  [0-9]+ files of the working tree$' "$scratch/dry" && grep -qE '^carry .* MiB  .*/halfstep$' "$scratch/dry" ||
+    fail "--dry does not say what is carried: $(cat "$scratch/dry")"
 steps=$(grep -cE ' \((timed, )?at most ' "$scratch/list")
 [ "$(grep -cE '^(ready|lacks) ' "$scratch/dry")" = "$steps" ] || fail "--dry does not look at $steps steps"
 if grep -q '^ready  limit' "$scratch/dry"; then
@@ -80,6 +82,8 @@ for line in '\*\*Measured on [0-9-]+ on Fake GPU 0 \(driver of CUDA 12\.8; devic
     grep -qE "^$line" "$scratch/logs/results.md" || fail "results.md lacks $line: $(cat "$scratch/logs/results.md")"
 done
 grep -qE '^ok: ([0-9]+) of \1 cases' "$scratch/logs/memcheck.log" || fail "$(cat "$scratch/logs/memcheck.log")"
+session --minutes 0.2 --only golden,info >"$scratch/out" || fail "--minutes: $(cat "$scratch/out")"
+grep -q '^1 of 1 steps passed; no time for golden$' "$scratch/out" || fail "--minutes: $(cat "$scratch/out")"
 ! FAKE_CUDA_FAULT=5 session --only golden,info >"$scratch/out" || fail "a fault passes"
 grep -q '^1 of 2 steps passed; failed: golden$' "$scratch/out" || fail "$(cat "$scratch/out")"
 grep -q 'CUDA_ERROR_ILLEGAL_ADDRESS' "$scratch/out" || fail "the end of a log is not shown: $(cat "$scratch/out")"

@@ -60,7 +60,7 @@ tests/packages/packaging_test\.sh|   its own patterns
 (scripts/pins\.sh|tests/packages/matrix/pin\.py)|  hashes of what they fetch go into lists
 scripts/venv\.sh|            tested below
 bench/install\.py|           its measure
-tests/python/test_(files_of_others|integrations|publishing)\.py|  error texts that say what to install
+tests/python/[a-z]+/test_(files_of_others|integrations|publishing)\.py|  error texts that say what to install
 )$'
 purpose=$(echo "$purpose" | sed 's/ .*//' | tr -d '\n' | sed 's/|)/)/')
 mapfile -t scripts < <(git ls-files '*.sh' '*.cmake' '*CMakeLists.txt' Makefile '.ci/*' 'scripts/*.py' 'packaging/*' 'tests/*.py' 'lab/*.py' 'bench/*.py' '.github/*' |

@@ -168,14 +168,14 @@ start() {
     job=$!
 }
 # finish WHAT: waits for the job, at most four minutes, and sets `ended` to its status. mpirun may wait for itself when all ranks have
-# ended: if one dies while it connects, Open MPI 4.1 waits in pmix_rte_finalize() for a lock in freed memory. Such an mpirun is killed.
+# ended: if one dies while it connects, Open MPI 4.1 waits in pmix_rte_finalize() for a lock in freed memory. Such an mpirun is killed,
+# but not while it may still sleep between SIGTERM and SIGKILL.
 finish() {
-    local left=2400 alone=0
+    local began=$SECONDS seen=$SECONDS patience=$((20 + ${OMPI_MCA_odls_base_sigkill_timeout:-1}))
     while kill -0 "$job" 2>/dev/null; do
-        left=$((left - 1))
-        [ $left -gt 0 ] || { kill -9 "$job"; fail "the job did not end within four minutes of $1"; }
-        if ps -o stat= --ppid "$job" | grep -qv '^Z'; then alone=0; else alone=$((alone + 1)); fi
-        [ $alone -lt 100 ] || kill -9 "$job"
+        [ $((SECONDS - began)) -lt 240 ] || { kill -9 "$job"; fail "the job did not end within four minutes of $1"; }
+        ! ps -o stat= --ppid "$job" | grep -qv '^Z' || seen=$SECONDS
+        [ $((SECONDS - seen)) -lt $patience ] || kill -9 "$job"
         sleep 0.1
     done
     ended=0

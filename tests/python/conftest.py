@@ -12,7 +12,9 @@ import os
 import pickle
 import re
 import shlex
+import sys
 import warnings
+from pathlib import Path
 
 import cells
 import pytest
@@ -25,6 +27,9 @@ from halfstep._library import abi
 from halfstep._states import layout
 from halfstep._tensors import torch_public
 from halfstep._weights8 import blocks
+
+# A test may take fixtures and helpers from a test of another room.
+sys.path += [str(room) for room in Path(__file__).parent.iterdir() if room.is_dir()]
 
 #: the rules that step weights by gradients, in the order of the table
 RULES = [name for name, rule in abi.rules.items() if not rule.raw_gradient]

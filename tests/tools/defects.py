@@ -16,7 +16,7 @@ import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUILD = pathlib.Path(os.environ.get("HALFSTEP_BUILD", ROOT / "build"))
-ONE_LAYER = "test_nn.py::test_forward_and_backward_decode_one_layer_at_a_time"
+ONE_LAYER = "nn/test_nn.py::test_forward_and_backward_decode_one_layer_at_a_time"
 
 #: test, file, text of today, text with the defect, what the defect does
 DEFECTS = (
@@ -46,8 +46,8 @@ DEFECTS = (
     ]
     + [
         (
-            "test_int8_weight.py::test_memory_is_that_of_the_bytes",
-            "_weights8/memory.py",
+            "nn/test_int8_weight.py::test_memory_is_that_of_the_bytes",
+            "_weights8/functions.py",
             "    func(weight._stored)\n    return weight\n",
             "    return weight\n",
             "share_memory() does not reach the bytes of a weight",

@@ -1,7 +1,7 @@
 #!/bin/bash
 # run_python.sh [all | ARGUMENT...]: runs the Python tests with pytest, one process a core, in the environment of tests/packages/python_package.sh.
 # Without an argument it runs what `make test` runs. `all` runs the rest, which is marked "all" and left to `make test-all`.
-# Other arguments go to pytest: run_python.sh tests/python/test_ema.py, or run_python.sh tests/python/test_ema.py::test_copies.
+# Other arguments go to pytest: run_python.sh tests/python/rules/test_ema.py, or run_python.sh tests/python/rules/test_ema.py::test_copies.
 user_locale=${LC_ALL-}
 . "$(dirname "$0")/lib.sh"
 if [ -n "$user_locale" ]; then export LC_ALL=$user_locale; else unset LC_ALL; fi

@@ -294,7 +294,6 @@ signatures = {
     "read_slot": (c_int, _handle, c_int32, c_int32, c_void_p, c_int64, c_int64, c_void_p),
     "write_slot": (c_int, _handle, c_int32, c_int32, c_void_p, c_int64, c_int64, c_void_p),
     "read_average": (c_int, _handle, c_int32, c_void_p, c_int64, c_int64, c_void_p),
-    "memory": (c_int, _handle, _bytes, _bytes, _bytes, _bytes, POINTER(c_int32)),
     "rule_count": (c_int32,),
     "get_rule_info": (c_int, c_int32, POINTER(RuleInfo)),
     "format_count": (c_int32,),
@@ -401,16 +400,8 @@ class HalfstepMemoryError(HalfstepError, MemoryError):
     """The operating system refused memory."""
 
 
-_error_classes = {
-    **dict.fromkeys(
-        (
-            *(ERROR_ARGUMENT, ERROR_NAME, ERROR_RANGE),
-            *(ERROR_SHAPE, ERROR_DUPLICATE, ERROR_UNSUPPORTED),
-        ),
-        HalfstepValueError,
-    ),
-    ERROR_MEMORY: HalfstepMemoryError,
-}
+_VALUE = ERROR_ARGUMENT, ERROR_NAME, ERROR_RANGE, ERROR_SHAPE, ERROR_DUPLICATE, ERROR_UNSUPPORTED
+_error_classes = {**dict.fromkeys(_VALUE, HalfstepValueError), ERROR_MEMORY: HalfstepMemoryError}
 
 
 def _text(value: Optional[bytes]) -> str:
@@ -418,14 +409,20 @@ def _text(value: Optional[bytes]) -> str:
 
 
 def check(code: int, handle=None, detail: str = "") -> None:
-    """Raises the error that `code` stands for, with the handle's error text. Does nothing for OK.
-    Callers of steps handle NONFINITE themselves, because it is not an error of the call; here it
-    raises."""
+    """Raises the error that `code` stands for, with the text of the handle, or that of a call
+    without one. Does nothing for OK. Callers of steps handle NONFINITE themselves, because it is
+    not an error of the call; here it raises."""
     if code == OK:
         return
     text = _text(lib.halfstep_strerror(code))
-    detail = detail or (_text(lib.halfstep_error_detail(handle)) if handle else "")
+    # The program is not in this package.
+    detail = detail or why(handle).replace("'halfstep info'", "'python -m halfstep info'")
     raise _error_classes.get(code, HalfstepError)(f"{text}: {detail}" if detail else text, code)
+
+
+def why(handle=None) -> str:
+    """Returns the text about the last error on a handle, or in a call without one."""
+    return _text(lib.halfstep_error_detail(handle))
 
 
 def invoke(function, handle, *arguments) -> None:
@@ -621,35 +618,17 @@ def check_choice(name: str, value, where: str = "") -> None:
 # ---- Functions of names and numbers --------------------------------------------------------------
 
 
-def _about_recipe(recipe: str) -> str:
-    """Returns the error text for a recipe that the library refused. Without a handle the library
-    returns a code only."""
-    rule, *rest = recipe.split("/")
-    if rule not in rules:
-        return f"recipe '{recipe}': unknown rule '{rule}'; known: {', '.join(rules)}"
-    for part in rest:
-        for name in part.split("+"):
-            if name not in formats:
-                return f"recipe '{recipe}': unknown format '{name}'; known: {', '.join(formats)}"
-    return f"recipe '{recipe}'"
-
-
 def recipe_full(recipe: str) -> str:
     """Returns the full form of a recipe, with every part spelled out."""
     text = create_string_buffer(256)
-    code = lib.halfstep_recipe_full(recipe.encode(), text, sizeof(text))
-    if code:
-        check(code, detail=_about_recipe(recipe))
+    check(lib.halfstep_recipe_full(recipe.encode(), text, sizeof(text)))
     return _text(text.value)
 
 
 def recipe_caveat(recipe: str) -> str:
     """Returns what a recipe is known to cost, as a sentence without its full stop, or ""."""
     text = create_string_buffer(256)
-    check(
-        lib.halfstep_recipe_caveat(recipe.encode(), text, sizeof(text)),
-        detail=_about_recipe(recipe),
-    )
+    check(lib.halfstep_recipe_caveat(recipe.encode(), text, sizeof(text)))
     return _text(text.value)
 
 
@@ -659,8 +638,7 @@ def forecast(*tensors: Tuple[str, dict, int], without_weights: bool = False) -> 
     sums = Forecast.new(without_weights=without_weights)
     for recipe, shape, count in tensors:
         tensor = Tensor.new(**{"gradient": b"f32", **shape})
-        code = lib.halfstep_forecast_tensors(byref(sums), recipe.encode(), byref(tensor), count)
-        check(code, detail=_text(lib.halfstep_error_detail(None)))
+        check(lib.halfstep_forecast_tensors(byref(sums), recipe.encode(), byref(tensor), count))
     return sums
 
 

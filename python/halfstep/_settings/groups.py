@@ -17,22 +17,12 @@ COMMON = ("maximize", "centralize", "cautious")
 OWN = ("weights", "states", "decay", "reference_lr")
 #: keys of a group that hold counts of the optimizer, always there and always current
 TOLD = ("group_steps", "skipped_steps", "last_norm")
-#: keys of groups that are no options: those of torch, of its schedulers, and of this package
-_GROUP_KEYS = {
-    "params",
-    "param_names",
-    "initial_lr",
-    "max_lr",
-    "min_lr",
-    "max_momentum",
-    "base_momentum",
-    "schedule",
-    "decay_schedule",
-    "ids",
-    "recipes",
-    "first_lr",
-    *TOLD,
-}
+#: keys of a group that are there without being options
+NO_OPTIONS = ("params", "param_names", *TOLD)
+#: keys of torch's schedulers and of this package, which are no options either
+_BESIDE = (
+    "initial_lr max_lr min_lr max_momentum base_momentum schedule decay_schedule first_lr".split()
+)
 #: dtypes of weights whose format an option says
 _LOW = (torch.bfloat16, torch.float16)
 #: two swapped letters of eight are a slip; a word of four letters after one of eleven is not
@@ -115,14 +105,19 @@ class Groups:
         """Returns the row of the rule that steps a group."""
         return abi.rules[self.options.rule_of(group)]
 
-    def group_of(self, p):
-        """Returns the group of a parameter. Raises ValueError if the optimizer does not have it."""
-        for group in self:
-            if any(other is p for other in group["params"]):
-                return group
+    def place_of(self, p):
+        """Returns the group index and the position of a parameter. Raises ValueError if the
+        optimizer does not have it."""
+        for g, i, other in self.members():
+            if other is p:
+                return g, i
         raise ValueError(
             "halfstep: this tensor is no parameter of the optimizer; give one from its param_groups"
         )
+
+    def group_of(self, p):
+        """Returns the group of a parameter, as place_of() finds it."""
+        return self.param_groups[self.place_of(p)[0]]
 
     def row_for(self, p):
         """Returns the row of the rule that steps a parameter, as group_of() finds it."""
@@ -150,7 +145,7 @@ class Groups:
     def begin(self, group):
         """Completes a group that was just added. Removes what another optimizer has written into
         it."""
-        for key in ("ids", "recipes", "first_lr", *TOLD):
+        for key in ("first_lr", *TOLD):
             group.pop(key, None)
         first = self[0]
         group.update(
@@ -236,7 +231,7 @@ class Groups:
         torch keeps them, because somebody else uses them."""
         known = {*self.defaults, *self.options.beside_defaults, *self.row_of(group).hypers}
         for key in group:
-            if key not in known and key not in _GROUP_KEYS:
+            if key not in known and key not in NO_OPTIONS and key not in _BESIDE:
                 near = next((option for option in sorted(known) if _is_misspelt(key, option)), None)
                 if near:
                     raise ValueError(

@@ -83,6 +83,17 @@ def match(theirs, ours, what="this state"):
     )
 
 
+def match_file(theirs, ours, path):
+    """Returns match(). Raises ValueError if no name is on both sides."""
+    found = match(theirs, ours, path)
+    if found is None:
+        raise ValueError(
+            f"halfstep: {path} holds states of {some(theirs)}, and this optimizer has {some(ours)}:"
+            " make it with the names of the file"
+        )
+    return found
+
+
 def partly(theirs, ours):
     """Returns their name for each of our names that is among them. Names match without the parts
     that wrappers add."""
@@ -92,13 +103,6 @@ def partly(theirs, ours):
         for name in ours
         if name in theirs or without_wrappers(name) in short
     }
-
-
-def _permuted(group, order):
-    """Returns a group with its parameters in another order."""
-    out = dict(group)
-    out["params"] = [out["params"][i] for i in order]
-    return out
 
 
 def align(ours, groups):
@@ -156,13 +160,14 @@ def align(ours, groups):
         taken.add(sources[0])
         if sources[0] in empty:
             empty.remove(sources[0])
-        group = _permuted(groups[sources[0]], [i for _, i in places])
+        group = groups[sources[0]]
         renamed.update(
             (at + i, (name, theirs[source][k]))
             for i, (name, (source, k)) in enumerate(zip(names, places))
             if name != theirs[source][k]
         )
-        out.append({**group, "param_names": list(names)})
+        params = [group["params"][i] for _, i in places]
+        out.append({**group, "params": params, "param_names": list(names)})
         at += len(names)
     return out, renamed, False
 

@@ -68,6 +68,28 @@ def keep_plain(options):
             options[key] = found
 
 
+def check_seed(seed, of=""):
+    """Raises ValueError if a seed is not a whole number of 64 bits."""
+    if not abi.is_count(seed, -(2**63), 2**64 - 1):
+        raise ValueError(
+            f"halfstep: the seed{of} is {seed!r}; it must be a whole number from -2**63 to"
+            " 2**64 - 1"
+        )
+
+
+def seed_of(seed):
+    """Returns the number that the option `seed` stands for. None is drawn from torch's default
+    generator, so that torch.manual_seed() governs it. Under torch.distributed None is 0, so that
+    all ranks agree without communication."""
+    if seed is not None:
+        seed = abi.plainly(seed)
+        check_seed(seed)
+        return seed
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return 0
+    return int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"))
+
+
 def _check_choices(**values):
     for choice, value in values.items():
         if value is not None:
@@ -373,10 +395,4 @@ class Options:
                 "halfstep: fully-decoupled decay is lr / reference_lr * weight_decay, and the"
                 f" first lr, {first:g}, cannot be meant as the reference: give reference_lr=, the"
                 " lr at which decay is weight_decay"
-            )
-        if decay and lr / reference * decay > 1.0:
-            raise ValueError(
-                f"halfstep: fully-decoupled decay of lr / reference_lr * weight_decay = {lr:g} /"
-                f" {reference:g} * {decay:g} is above 1: give reference_lr=, the lr at which decay"
-                " is weight_decay"
             )

@@ -57,10 +57,10 @@ def row_hashes(tensor):
         if t.dim() > 1
         else torch.nn.functional.pad(t.reshape(-1), (0, -t.numel() % PIECE)).view(-1, PIECE)
     )
-    bits, columns = bits.view(torch.int16), max(bits.shape[1], 1)
+    bits, columns = bits.view(torch.int16), bits.shape[1]  # which may be 0
     factors = _odd_numbers(columns, t.device)
     found = torch.empty(len(bits), dtype=torch.int64, device=t.device)
-    rows = min(max(_at_once(t) // columns, 1), len(bits))
+    rows = min(max(_at_once(t) // max(columns, 1), 1), len(bits))
     products = torch.empty(rows, columns, dtype=torch.int32, device=t.device)
     for some, out in zip(bits.split(max(rows, 1)), found.split(max(rows, 1))):
         torch.mul(some, factors, out=products[: len(some)])

@@ -360,13 +360,8 @@ def _places(entries, ours, path):
                 f"{path} also holds states of {naming.some(left)}, which are not of this optimizer"
             )
             some = ours_there
-    found = naming.match([theirs[i] for i in some], [mine[i] for i in wanted], os.fspath(path))
-    if found is None:
-        raise ValueError(
-            f"halfstep: {path} holds states of {naming.some([theirs[i] for i in some])}, and this"
-            f" optimizer has {naming.some(mine)}: make it with the names of the file"
-        )
-    for i, place in zip(wanted, found):
+    names = [theirs[i] for i in some], [mine[i] for i in wanted]
+    for i, place in zip(wanted, naming.match_file(*names, os.fspath(path))):
         places[i] = some[place]
     return places
 

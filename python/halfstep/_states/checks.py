@@ -7,23 +7,14 @@ import torch
 from .._library import abi, calls
 from .._settings import naming
 from .._settings.groups import COMMON, OWN, TOLD, check_told
+from .._settings.options import check_seed
 from .._tensors import matrices, sharding
-from .._tensors.parameters import described
+from .._tensors.parameters import described, holds
 from . import convert, layout
-from .handles import check_seed
 
-#: group keys that only this package has
-OURS = (
-    *OWN,
-    *(name for name in COMMON if name != "maximize"),  # torch's too
-    "first_lr",
-    "seed",
-    "generator",
-    "matrix",
-    "heads",
-    "split",
-    *TOLD,
-)
+#: group keys that only this package has; torch has "maximize", too
+_OWN = ("first_lr", "seed", "generator", "matrix", "heads", "split")
+OURS = {*OWN, *COMMON, *TOLD, *_OWN} - {"maximize"}
 #: advice for an optimizer whose groups may have several rules
 _GROUPS = "; make the optimizer with groups of the same rules as they were saved with"
 #: rules whose optimizers in torch save no step count
@@ -119,9 +110,9 @@ def tidy(groups, names):
             steps = layout.whole(new.get("step"))
             if steps is not None and not layout.is_number(new["step"], "step"):
                 new["step"] = layout.number(float(steps), "step")
-            for key in layout.numbers_of(rule):
-                if key in new and not layout.is_number(new[key], key):
-                    new[key] = layout.number(layout.take_number(new, key, name), key)
+            for key, value in list(layout.repaired(new, layout.numbers_of(rule), name)):
+                if value is not None:
+                    new[key] = layout.number(value, key)
             state.clear()
             state.update(new)
 
@@ -179,17 +170,12 @@ def _check_state(groups, rule, name, p, state, hypers, how):
         )
     steps = layout.step_count(state, name, 1)
     counts = {key: layout.take_number(state, key, name) for key in layout.COUNTERS}
-    if p.numel() == 0:
-        return
     kept = state.get(layout.TRAINED)
-    if kept is not None and (
-        not isinstance(kept, torch.Tensor)
-        or kept.dtype != sharding.stored(p).dtype
-        or tuple(kept.shape) != sharding.stored_whole(p)
-    ):
+    wanted = sharding.stored_whole(p), sharding.stored(p).dtype
+    if kept is not None and not holds(kept, *wanted):
         raise ValueError(
             f"halfstep: state {layout.TRAINED!r} of parameter {name!r} is not a tensor of"
-            f" {sharding.stored(p).dtype} of shape {sharding.stored_whole(p)}"
+            f" {wanted[1]} of shape {wanted[0]}"
         )
     hashes = sharding.local(state.get(layout.HASHES))
     if layout.HASHES in state and (
@@ -238,13 +224,7 @@ def _check_plain(state, key, role, name, p, shape):
     """Checks a state as torch keeps it, or a vector of a matrix."""
     value, p = sharding.local(state[key]), sharding.local(p)
     shape = p.shape if shape is None else shape
-    if (
-        not isinstance(value, torch.Tensor)
-        or value.shape != shape
-        or not value.is_floating_point()
-        or value.device.type == "meta"
-        or value.layout != torch.strided
-    ):
+    if not holds(value, shape) or not value.is_floating_point():
         raise ValueError(
             f"halfstep: state {key!r} of parameter {name!r} is {described(value)}, not a tensor of"
             f" shape {tuple(shape)}"
@@ -284,9 +264,9 @@ def _check_planes(codec, state, name, recipe, part):
                 + (convert.ONE_MATRIX if isinstance(codec.shape, matrices.Laid) else "")
             )
         tensors[s.key] = tensor = convert.adopt(state[s.key], s, name)
-        if s.part == ".scale":
+        if s.end == ".scale":
             _judge(s.key, name, tensor, abi.ROLE_NONNEG)
-        elif s.part != ".codes" and tensor.is_floating_point():
+        elif s.end != ".codes" and tensor.is_floating_point():
             _judge(s.key, name, tensor, 0 if s.extra else s.role)
     # States that a module of halfstep.compat has translated have neither an id nor counts.
     counted = any(key in state for key in ("id", *layout.COUNTERS))
@@ -301,7 +281,7 @@ def _check_planes(codec, state, name, recipe, part):
     for s in codec.planes:
         scale = tensors.get(s.name + ".scale")  # packed blocks have theirs among the codes
         if (
-            s.part == ".codes"
+            s.end == ".codes"
             and tensors[s.key].numel()
             and not (scale is not None and codec.all_codes_are_good(s, scale.max()))
         ):

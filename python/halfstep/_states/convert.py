@@ -10,7 +10,7 @@ from .._library.abi import invoke, lib
 from .._library.calls import GRID
 from .._tensors import devices
 from .._tensors.matrices import rows_of
-from .._tensors.parameters import described, extra_dtype, stored_dtype
+from .._tensors.parameters import described, extra_dtype, holds, stored_dtype
 from .._tensors.sharding import local, stored
 from . import layout
 from .handles import Handle, add_group, add_tensor, read_rows, write_rows
@@ -48,6 +48,18 @@ class Codec(Handle):
         """Gives the library the addresses of the planes. The caller keeps the tensors alive."""
         bind_planes(self, self.index, self.planes, tensors)
 
+    def take(self, state):
+        """Binds the planes of a state, and keeps them. What it lacks starts at zero. Returns the
+        tensors by key."""
+        self.held = {
+            s.key: adopt(state[s.key], s, self.name)
+            if s.key in state
+            else devices.zeros(s.shape, s.dtype)
+            for s in self.planes
+        }
+        self.bind(self.held)
+        return self.held
+
     def take_scalars(self, state):
         """Takes the scalars and grids of a state. Raises ValueError for a value that no update
         leaves."""
@@ -81,11 +93,10 @@ class Codec(Handle):
         probe = _probe(self.recipe, tuple(self.hypers.items()))
         if not any(s.key == plane.key for s in probe.planes):
             return False
-        tensors = {s.key: devices.zeros(s.shape, s.dtype) for s in probe.planes}
+        tensors = probe.take({})
         codes = tensors[plane.key].view(torch.uint8).view(-1)
         codes[:256] = torch.arange(256, dtype=torch.int16, device="cpu").to(torch.uint8)
         tensors[plane.name + ".scale"].fill_(scale)
-        probe.bind(tensors)
         least, most = torch.aminmax(probe.read(plane.slot))
         return bool(
             abs(least) < math.inf
@@ -108,13 +119,7 @@ def adopt(tensor, plane, name):
     """Returns the local shard of a state tensor in CPU memory, contiguous. Raises ValueError if
     dtype, shape or layout are not those of the plane, or if it is on the meta device."""
     tensor = local(tensor)
-    if (
-        not isinstance(tensor, torch.Tensor)
-        or tensor.dtype != plane.dtype
-        or tuple(tensor.shape) != plane.shape
-        or tensor.device.type == "meta"
-        or tensor.layout != torch.strided
-    ):
+    if not holds(tensor, plane.shape, plane.dtype):
         raise ValueError(
             f"halfstep: state {plane.key!r} of parameter {name!r} is {described(tensor)}, not"
             f" {plane.dtype} of shape {plane.shape}"
@@ -132,7 +137,7 @@ def coarse_states(planes, state):
         for s in planes
         if not s.extra
         and s.key not in state
-        and (s.precise and s.name + ".codes" in state or s.part == ".codes" and s.name in state)
+        and (s.precise and s.name + ".codes" in state or s.end == ".codes" and s.name in state)
     }
 
 
@@ -154,17 +159,10 @@ def read_coarse(name, recipe, shape, label, state, part):
     # A state is decoded by its role and format alone. Adam has one state of each role.
     codec = Codec(f"adamw/{weight}/{fmt}", {}, shape, label, part=part)
     other = "exp_avg_sq" if roles[name] == abi.ROLE_NONNEG else "exp_avg"
-    tensors = {
-        s.key: (
-            adopt(state[name + s.part], s, label)
-            if s.name == other and name + s.part in state
-            else devices.zeros(s.shape, s.dtype)
-        )
-        for s in codec.planes
-    }
-    codec.bind(tensors)
-    grid = name + GRID
-    codec.take_scalars({other + GRID: state[grid]} if grid in state else {})
+    ends = [end for end in ("", *layout.ENDS, GRID) if name + end in state]
+    held = {other + end: state[name + end] for end in ends}
+    codec.take(held)
+    codec.take_scalars(held)
     return codec.read(next(s.slot for s in codec.planes if s.name == other))
 
 
@@ -211,19 +209,11 @@ def convert(hypers, m, state, old):
                 )
     else:
         source = Codec(old, hypers, m.whole, m.name, part=part)
-        missing = [s for s in source.planes if s.key not in state]
+        missing = {s.name for s in source.planes if s.key not in state}
         # A state that the saved optimizer's hyper-parameters did not need starts at zero.
-        tensors = {
-            s.key: (
-                adopt(state[s.key], s, m.name)
-                if s.key in state
-                else devices.zeros(s.shape, s.dtype)
-            )
-            for s in source.planes
-        }
-        source.bind(tensors)
+        source.take(state)
         source.take_scalars(state)
-        there = {s.name for s in source.planes} - {s.name for s in missing}
+        there = {s.name for s in source.planes} - missing
         for name in coarse_states(source.planes, state):
             values[name] = read_coarse(name, old, m.whole, m.name, state, part)
         for i, name in enumerate(names):
@@ -258,9 +248,7 @@ def convert(hypers, m, state, old):
             for key, value in made.items()
             if key.split(".")[0] in coarse or key not in state
         }
-        obsolete = {name + part for name in coarse for part in ("", *layout.PARTS, GRID)} - set(
-            made
-        )
+        obsolete = {name + end for name in coarse for end in ("", *layout.ENDS, GRID)} - set(made)
         held = None
     for s in m.planes:
         if s.key in made:
@@ -296,7 +284,7 @@ def _created(m, state, hypers):
             f"halfstep: the states of parameter {m.name!r} are of the recipe {old!r}, and its group"
             f" is stepped by {m.rule.name} now: give it the rule that it had, or delete its state"
         )
-    both = [s.name for s in m.planes if s.part == ".codes" and {s.name, s.key} <= state.keys()]
+    both = [s.name for s in m.planes if s.end == ".codes" and {s.name, s.key} <= state.keys()]
     if both:
         raise ValueError(
             f"halfstep: parameter {m.name!r} has both a state {both[0]!r} and its codes; delete one"
@@ -311,12 +299,10 @@ def _created(m, state, hypers):
     if old != m.recipe:
         made["recipe"] = layout.recipe_number(m.recipe)
     initial = {"id": layout.signed(m.id), **dict.fromkeys(layout.COUNTERS, steps)}
-    for key in layout.numbers_of(m.rule, m.planes):
-        if key not in made and not layout.is_number(state.get(key), key):
-            value = layout.take_number(state, key, m.name)
-            made[key] = layout.number(
-                initial.get(key, layout.initial(key)) if value is None else value, key
-            )
+    for key, value in layout.repaired(state, layout.numbers_of(m.rule, m.planes), m.name):
+        if key not in made:
+            value = initial.get(key, layout.initial(key)) if value is None else value
+            made[key] = layout.number(value, key)
     begins = (
         has and not steps and old is not None
     )  # until the first step, a copy of the weight is made anew
@@ -340,13 +326,3 @@ def _created(m, state, hypers):
         else:
             made[s.key] = s.initial(m.p, m.name, m.kept)
     return made, obsolete, weight
-
-
-def empty(recipe, hypers, p):
-    """Returns the states of a parameter without elements: empty tensors under the usual keys."""
-    codec = Codec(recipe, hypers, (1,), "empty")
-    return {
-        s.key: torch.empty(p.shape, dtype=s.dtype, device="cpu")
-        for s in codec.planes
-        if s.key in (s.name, s.name + ".codes")
-    }

@@ -146,7 +146,7 @@ def save(parts, path):
 
     _refuse_parts(parts.groups.params())
     parts.saving.sync(decides=True)
-    if parts.cache.store is not None and not parts.cache.empty:
+    if parts.cache.store is not None:
         _replace(os.fspath(path), parts.store.save)
         return
     tensors, metadata = _tensors(parts.groups, parts.names)
@@ -283,12 +283,7 @@ def _named(ours, metadata, path):
     told = sorted(
         {key.partition(".")[2] for key in metadata if key.startswith(("counters.", "group_of."))}
     )
-    found = naming.match(told, ours, os.fspath(path))
-    if found is None:
-        raise ValueError(
-            f"halfstep: {path} holds states of {naming.some(told)}, and this optimizer has"
-            f" {naming.some(ours)}: make it with the names of the file"
-        )
+    found = naming.match_file(told, ours, os.fspath(path))
     return {name: told[place] for name, place in zip(ours, found)}
 
 

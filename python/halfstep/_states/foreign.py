@@ -23,16 +23,8 @@ _BNB_GROUP = {"alpha": "alpha", "t_alpha": "alpha_warmup", "t_beta3": "beta3_war
 #: numbers of prodigyopt's groups that each tensor has here; and all keys of its groups that are no
 #: options here
 _PRODIGY_SCALARS = abi.rules["prodigy"].scalars
-_PRODIGY_TOLD = {
-    *_PRODIGY_SCALARS,
-    "beta3",
-    "use_bias_correction",
-    "decouple",
-    "fsdp_in_use",
-    "k",
-    "d_hat",
-    "d_denom",
-}
+_PRODIGY_OTHERS = "beta3 use_bias_correction decouple fsdp_in_use k d_hat d_denom".split()
+_PRODIGY_TOLD = {*_PRODIGY_SCALARS, *_PRODIGY_OTHERS}
 #: elements that share a scale in FlashOptim
 _FLASH_BLOCK = 32
 

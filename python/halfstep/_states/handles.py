@@ -15,41 +15,6 @@ from .._tensors import devices, matrices, sharding
 from .._tensors.matrices import rows_of
 
 
-def check_seed(seed, of=""):
-    """Raises ValueError if a seed is not a whole number of 64 bits."""
-    if not abi.is_count(seed, -(2**63), 2**64 - 1):
-        raise ValueError(
-            f"halfstep: the seed{of} is {seed!r}; it must be a whole number from -2**63 to"
-            " 2**64 - 1"
-        )
-
-
-def seed_of(seed):
-    """Returns the number that the option `seed` stands for. None is drawn from torch's default
-    generator, so that torch.manual_seed() governs it. Under torch.distributed None is 0, so that
-    all ranks agree without communication."""
-    if seed is not None:
-        seed = abi.plainly(seed)
-        check_seed(seed)
-        return seed
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return 0
-    return int(torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"))
-
-
-def create_handle(threads, seed, device=devices.HOST):
-    """Makes a handle for a torch.device. A handle on a GPU works on the stream that is current
-    there."""
-    handle = c_void_p()
-    options = abi.Options.new(threads=threads, seed=seed & (2**64 - 1))
-    if devices.is_asynchronous(device):
-        options.device, options.stream = devices.c_name(device), devices.stream(device)
-    code = lib.halfstep_create(byref(options), byref(handle))
-    if code:
-        check(code, None, (lib.halfstep_error_detail(None) or b"").decode())
-    return handle
-
-
 def set_option(handle, group, name, value):
     """Sets a choice, whose value is a word, or a hyper-parameter."""
     if isinstance(value, str):
@@ -132,9 +97,16 @@ class Handle:
     _as_parameter_ = None  # what ctypes passes in its place
 
     def __init__(self, threads, seed, device=devices.HOST):
-        self._as_parameter_ = create_handle(threads, seed, device)
-        self.threads, self.device = threads, device
-        self.stream = devices.stream(device) if self.asynchronous else None
+        """Makes a handle for a torch.device. On a GPU it works on the stream that is current
+        there."""
+        handle = c_void_p()
+        self.threads, self.device, self.stream = threads, device, None
+        options = abi.Options.new(threads=threads, seed=seed & (2**64 - 1))
+        if self.asynchronous:
+            self.stream = options.stream = devices.stream(device)
+            options.device = devices.c_name(device)
+        check(lib.halfstep_create(byref(options), byref(handle)))
+        self._as_parameter_ = handle
         #: groups: the index of each recipe's group; options: the values that set() has set
         self.groups, self.options = {}, {}
 

@@ -1,16 +1,15 @@
 """Shows what an optimizer stores: its memory, and its weights and states as fp32 numbers."""
 
 import math
-from ctypes import byref, c_int32, c_uint64
 
 import torch
 
 from .._library import calls
-from .._library.abi import invoke, lib
+from .._library.abi import lib
 from .._settings import naming
 from .._tensors import devices, matrices, sharding
 from .._tensors.parameters import PLAIN, stored_dtype
-from .._tensors.sharding import decoded, local, stored, stored_whole
+from .._tensors.sharding import decoded, local, stored
 from .._tensors.torch_public import increment_versions
 from . import layout
 from .handles import Handle, read_rows, write_rows
@@ -28,10 +27,9 @@ class Inspection:
     # ---- Memory and recipes ----------------------------------------------------------------------
 
     def _declared(self, members):
-        """Declares some members, as Placement.describe() takes them, in a handle of their own.
-        Returns the handle and what declare() returns. Allocates no states."""
-        handle = Handle(1, 0)
-        return handle, declare(handle, self.groups.settings(), *self.placement.describe(members))
+        """Returns what declare() returns for some members, as Placement.describe() takes them.
+        Allocates no states."""
+        return declare(Handle(1, 0), self.groups.settings(), *self.placement.describe(members))
 
     def check_cuts(self, group_index):
         """Raises an error for a shard whose cut the formats of its parameter do not allow."""
@@ -52,33 +50,20 @@ class Inspection:
                 seen.add(id(p))
                 dtype = p.dtype if p.grad is None else p.grad.dtype
                 wanted.append((g, i, p, PLAIN.get(dtype, PLAIN[p.dtype])))
-        handle, (members, _, fallen) = self._declared(wanted)
-        out = [c_uint64() for _ in range(4)]
-        invoke(lib.halfstep_memory, handle, *map(byref, out), byref(c_int32()))
-        memory = dict(
-            zip(("weights", "gradients", "extras", "states"), (int(x.value) for x in out))
-        )
-        for m in members:
-            if m.gathered:  # this rank keeps a part of what was declared
-                held = stored(m.p)
-                missing = math.prod(stored_whole(m.p)) - held.numel()
-                memory["weights"] -= missing * held.dtype.itemsize
-                missing = m.p.numel() - local(m.p).numel()
-                memory["gradients"] -= missing * stored_dtype(m.gradient).itemsize
-                for s in m.planes:
-                    missing = math.prod(s.whole) - math.prod(s.shape)
-                    memory["extras" if s.slot == WEIGHT else "states"] -= missing * s.dtype.itemsize
+        members, _, fallen = self._declared(wanted)
+        memory = dict.fromkeys(("weights", "gradients", "extras", "states"), 0)
+        for m in members:  # what this rank keeps of them
+            memory["weights"] += stored(m.p).nbytes
+            memory["gradients"] += local(m.p).numel() * stored_dtype(m.gradient).itemsize
+            for s in m.planes:
+                kind = "extras" if s.slot == WEIGHT else "states"
+                memory[kind] += math.prod(s.shape) * s.dtype.itemsize
         precise = (m.recipe for m in members if any(s.precise for s in m.planes))
         return memory, fallen, layout.precise_states(precise)
 
     def recipe(self, p):
         """Returns the full recipe of a parameter."""
-        for g, i, other in self.groups.members():
-            if other is p:
-                return self.names.recipe(g, i)
-        raise ValueError(
-            "halfstep: this tensor is no parameter of the optimizer; give one from its param_groups"
-        )
+        return self.names.recipe(*self.groups.place_of(p))
 
     def scalar(self, p, name):
         """Returns a number that the rule keeps for a parameter."""
@@ -165,42 +150,34 @@ class Inspection:
         weight = devices.place(devices.contiguous(stored(p)), m.device)
         return self._read(m, function, *arguments, weight.data_ptr())
 
-    def _is_plain(self, p):
-        """Returns True if only the weight of a parameter is stored."""
-        return p not in self.groups.state or p.numel() == 0
-
     @torch.no_grad()
     def read_weight(self, p):
         """Returns the weight in fp32, with its residual or error code."""
-        if self._is_plain(p):
+        if p not in self.groups.state:
             return (decoded(p) if p.is_floating_point() else p.detach()).clone()
         return self._read_by_weight(p, lib.halfstep_read_slot, WEIGHT)
 
     @torch.no_grad()
     def read_average(self, p):
         """Returns the weight for evaluation in fp32."""
-        if self._is_plain(p):
+        if p not in self.groups.state:
             return self.read_weight(p)
         return self._read_by_weight(p, lib.halfstep_read_average)
 
     @torch.no_grad()
     def read_state(self, p, name):
         """Returns a state decoded to fp32."""
-        m = self.cache.member(p) if p.numel() else None
-        return self._read_state(m, p, name)
+        return self._read_state(self.cache.member(p), name)
 
-    def _read_state(self, m, p, name):
-        slot = self._slot(m.rule if m else self.groups.row_for(p), name)
-        if m is None:
-            return torch.empty(p.shape, dtype=torch.float32, device="cpu")
-        return self._read(m, lib.halfstep_read_slot, slot, None)
+    def _read_state(self, m, name):
+        return self._read(m, lib.halfstep_read_slot, self._slot(m.rule, name), None)
 
     def reader(self):
         """Returns read_state() for many calls, between which nothing changes."""
         engine = self.cache.current(decides=False)
         if any(map(self.cache.stale, engine.members)):
             engine = self.cache.build(decides=False)
-        return lambda p, name: self._read_state(engine.member(p), p, name)
+        return lambda p, name: self._read_state(engine.member(p), name)
 
     # ---- Writing ---------------------------------------------------------------------------------
 
@@ -228,8 +205,6 @@ class Inspection:
     @torch.no_grad()
     def write_weight(self, p, values):
         """Stores fp32 values as the weight, with its residual or error code."""
-        if p.numel() == 0:
-            return
         m = self._member_to_write(p)
         here = stored(p)
         weight = devices.place(devices.contiguous(here), m.device)
@@ -244,7 +219,5 @@ class Inspection:
     @torch.no_grad()
     def write_state(self, p, name, values):
         """Stores fp32 values as a state, rounded to nearest."""
-        if p.numel() == 0:
-            return
         m = self._member_to_write(p)
         self._write(m, self._slot(m.rule, name), None, values)

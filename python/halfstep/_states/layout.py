@@ -43,7 +43,7 @@ TRAINED_EXTRA = TRAINED + ".extra"
 #: key of the hashes of the weight that a residual belongs to
 HASHES = "weight.hashes"
 #: ends of keys: codes and scales of a state, residuals and error codes
-PARTS = (".codes", ".scale", ".extra")
+ENDS = (".codes", ".scale", ".extra")
 
 _rules = {rule.id: rule.name for rule in abi.rules.values()}
 #: id -> name of each format
@@ -148,7 +148,7 @@ def initial(key):
 
 def keys_of(rule):
     """Returns every key that may hold stored elements of a rule."""
-    ends = ("", *PARTS, GRID)
+    ends = ("", *ENDS, GRID)
     return {"weight.extra", *(name + end for name in rule.roles for end in ends)}
 
 
@@ -261,6 +261,14 @@ def take_number(state, key, name):
             f"halfstep: state {key!r} of parameter {name!r} is {value!r}, not a number"
         )
     return found
+
+
+def repaired(state, keys, name):
+    """Yields key and value of the numbers of a state that are not as the library writes them. The
+    value is None if there is none."""
+    for key in keys:
+        if not is_number(state.get(key), key):
+            yield key, take_number(state, key, name)
 
 
 def flat(state):

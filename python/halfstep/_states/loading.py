@@ -12,7 +12,7 @@ import torch
 
 from .._library import abi
 from .._settings import naming
-from .._settings.groups import TOLD, check_generator
+from .._settings.groups import NO_OPTIONS, check_generator
 from .._tensors import sharding
 from .._tensors.torch_public import warn
 from . import checks, foreign, layout
@@ -158,7 +158,7 @@ class Loading:
         for key, value in own.items():
             if key in ("weights", "states", "fused", "foreach", "capturable", "differentiable"):
                 group[key] = value
-            elif key not in ("params", "param_names", *TOLD):
+            elif key not in NO_OPTIONS:
                 group.setdefault(
                     key, True if key == "train_mode" else value
                 )  # files without it hold the weights that train

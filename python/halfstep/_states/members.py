@@ -129,7 +129,7 @@ class Member:
         return self.device if self.stage is None else self.stage.kept_of(self)
 
     def states(self, written=True):
-        """Returns the context of DevicePart.states() for this member alone."""
+        """Returns the context of DeviceHandle.states() for this member alone."""
         return NOTHING if self.stage is None else self.stage.states(self, written)
 
     @property

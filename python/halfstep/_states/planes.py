@@ -10,7 +10,7 @@ from .._library import abi
 from .._library.abi import invoke, lib
 from .._tensors import devices, matrices, sharding
 from .._tensors.matrices import rows_of
-from .._tensors.parameters import DTYPES
+from .._tensors.parameters import DTYPES, holds
 from .._tensors.sharding import local, stored
 from . import dither
 from .handles import Handle, add_group, add_tensor, slot_info
@@ -31,7 +31,7 @@ class Plane:
     #: the name of the state, or "weight"
     name: str
     #: the end of the key in `state[p]`
-    part: str
+    end: str
     dtype: torch.dtype
     #: the shape of the tensor, or of the local part of a DTensor
     shape: tuple
@@ -47,18 +47,12 @@ class Plane:
     @property
     def key(self):
         """The key in `state[p]`."""
-        return self.name + self.part
+        return self.name + self.end
 
     def fits(self, tensor, device):
         tensor = local(tensor)
-        return (
-            isinstance(tensor, torch.Tensor)
-            and tensor.dtype == self.dtype
-            and tuple(tensor.shape) == self.shape
-            and devices.of(tensor) == device
-            and tensor.layout == torch.strided
-            and devices.is_plain(tensor)
-        )
+        held = holds(tensor, self.shape, self.dtype) and devices.of(tensor) == device
+        return held and devices.is_plain(tensor)
 
     def initial(self, p, name, device):
         """Returns what the plane begins with beside the weight p."""
@@ -88,34 +82,32 @@ def planes_of(handle, index, rule, shape, rows=None):
         fmt = abi.format_rows[info.format]
         fell_back |= bool(info.fell_back)
         name = info.name.decode()
+        by_rows, precise = fmt.geometry in _BY_ROWS and rows, bool(info.precise)
         role = 0 if slot == WEIGHT else rule.states[slot - STATE].role
         if slot != WEIGHT:
-            code = DTYPES[fmt.code_dtype]
-            code_bytes = int(info.code_bytes)
+            code, size = DTYPES[fmt.code_dtype], int(info.code_bytes)
             if info.rows * info.columns != count:  # a vector over rows or columns
                 code_shape = matrices.vector_of(shape, info)
-            elif code_bytes == count * code.itemsize:
+            elif size == count * code.itemsize:
                 code_shape = tuple(shape)
-            elif fmt.geometry in _BY_ROWS and rows and code_bytes % rows == 0:
-                code_shape = (*matrices.lines_of(shape, rows), code_bytes // rows)
+            elif by_rows and size % rows == 0:
+                code_shape = (*matrices.lines_of(shape, rows), size // rows)
             else:
-                code_shape = (code_bytes,)
-            key = "" if code.is_floating_point else ".codes"
-            grid, precise = bool(info.grid), bool(info.precise)
-            found.append(Plane(slot, False, name, key, code, code_shape, role, grid, precise))
+                code_shape = (size,)
+            end, grid = "" if code.is_floating_point else ".codes", bool(info.grid)
+            found.append(Plane(slot, False, name, end, code, code_shape, role, grid, precise))
         if fmt.extra_dtype:
             extra = DTYPES[fmt.extra_dtype]
             n = int(info.extra_bytes) // extra.itemsize
             scales = bool(fmt.block) and fmt.geometry != abi.GEOMETRY_PACKED
             if not fmt.block:
                 extra_shape = tuple(shape)
-            elif fmt.geometry in _BY_ROWS and rows and (info.blocks_per_row or not scales):
+            elif by_rows and (info.blocks_per_row or not scales):
                 extra_shape = (*matrices.lines_of(shape, rows), n // rows)
             else:
                 extra_shape = (n,)
-            key = ".scale" if scales else ".extra"
-            precise = bool(info.precise)
-            found.append(Plane(slot, True, name, key, extra, extra_shape, role, precise=precise))
+            end = ".scale" if scales else ".extra"
+            found.append(Plane(slot, True, name, end, extra, extra_shape, role, precise=precise))
     return found, fell_back
 
 

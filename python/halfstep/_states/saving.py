@@ -10,14 +10,7 @@ from .loading import Loading, unwrap
 
 #: attributes that pickles leave out, because they are rebuilt or bound to this process. "step" is
 #: among them because a scheduler may have wrapped the instance's.
-_TRANSIENT = (
-    "_parts",
-    "_witness",
-    "_number",
-    "grad_scale",
-    "found_inf",
-    "step",
-)
+_TRANSIENT = ("_parts", "_witness", "_number", "grad_scale", "found_inf", "step", "_left")
 
 
 class Saving:
@@ -58,10 +51,8 @@ class Saving:
         names = self.names.all()
         if any(map(any, names)):
             found["param_names"] = names
-        pending = self.steps.pending
-        if pending:
-            places = {p: i for i, p in enumerate(self.groups.params())}
-            found["pending"] = [places[p] for p in pending if p in places]
+        if self.steps.pending:
+            found["pending"] = self.steps.numbers_of(self.steps.pending)
         return found
 
     def loading(self, state_dict):

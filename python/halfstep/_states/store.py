@@ -20,7 +20,7 @@ import torch
 
 from .._library import abi, calls
 from .._library.abi import check, invoke, lib
-from .._settings.groups import TOLD
+from .._settings.groups import NO_OPTIONS
 from .._tensors import devices, sharding
 from .._tensors.sharding import stored
 from .._tensors.torch_public import increment_versions, warn_once
@@ -35,28 +35,19 @@ _OF_FILES = (abi.ERROR_FORMAT, abi.ERROR_MISMATCH, abi.ERROR_IO)
 _KEY = "python"
 #: the stores of this process that have a file open, by its path
 _open = WeakValueDictionary()
-#: keys of groups that a file keeps elsewhere, or not at all
-_NOT_KEPT = ("params", "param_names", "train_mode", *TOLD)
-
 
 _text = c_char_p, c_size_t
+_of_file = c_int, c_char_p, c_void_p, c_void_p
 _SIGNATURES = {
-    **dict.fromkeys(
-        ("store_create", "store_open"),
-        (
-            *(c_int, c_char_p, c_void_p, c_void_p, POINTER(abi.StoreOptions), POINTER(c_void_p)),
-            *_text,
-        ),
-    ),
+    "store_create": (*_of_file, POINTER(abi.StoreOptions), POINTER(c_void_p), *_text),
+    "store_open": (*_of_file, POINTER(abi.StoreOptions), POINTER(c_void_p), *_text),
     "store_bind": (c_int, c_void_p, c_void_p, *_text),
     "store_set_value": (c_int, c_void_p, c_char_p, c_char_p, *_text),
     "store_close": (None, c_void_p),
     "store_get_info": (c_int, c_char_p, POINTER(abi.StoreInfo), *_text),
     "store_free_info": (None, POINTER(abi.StoreInfo)),
-    **dict.fromkeys(
-        ("write_optimizer", "read_optimizer"),
-        (c_int, c_char_p, c_void_p, c_void_p, POINTER(abi.FileOptions), *_text),
-    ),
+    "write_optimizer": (*_of_file, POINTER(abi.FileOptions), *_text),
+    "read_optimizer": (*_of_file, POINTER(abi.FileOptions), *_text),
 }
 
 
@@ -186,14 +177,14 @@ class StoreFile:
     """The file of an optimizer's states.
 
     file        the open file of halfstep_io, or None
-    part        the handle that is bound to it. It outlives its engine until the next is bound
+    handle      the handle that is bound to it. It outlives its engine until the next is bound
     indices     the tensors of that handle and their names, by parameter
     places      (group, position) of the parameters that the file holds, or None before it is made
     versions    _mark() of weights as the file holds them, by parameter
     held        True while what is loaded is not to be made durable yet
     """
 
-    file = part = places = None
+    file = handle = places = None
     closed = held = False
 
     def __init__(self, parts):
@@ -213,10 +204,10 @@ class StoreFile:
     def close(self):
         """Closes the file, for good unless `closed` is reset."""
         self.closed = True
-        part, file = self.part, self.file
-        self.part = self.file = None
-        if part is not None:
-            part.close()
+        handle, file = self.handle, self.file
+        self.handle = self.file = None
+        if handle is not None:
+            handle.close()
         if file is not None:
             _io().halfstep_store_close(file)
 
@@ -326,13 +317,13 @@ class StoreFile:
                 " the processor: use halfstep.CPUOffload(..., store=), which copies weights and"
                 " gradients"
             )
-        part, fresh = engine.handle, self.file is None
+        handle, fresh = engine.handle, self.file is None
         if fresh:
-            self._open(engine, part, state)
+            self._open(engine, handle, state)
         else:
-            _call("store_bind", self.file, part)
-        before, self.part = self.part, part
-        if before is not None and before is not part:
+            _call("store_bind", self.file, handle)
+        before, self.handle = self.handle, handle
+        if before is not None and before is not handle:
             before.close()
         self.indices = {m.p: (m.index, m.name) for m in engine.members}
         if fresh:
@@ -342,15 +333,14 @@ class StoreFile:
         for m in engine.members:
             held = state.get(m.p)
             if isinstance(held, StoredState) and held.store is self:
-                for key in ("step", *layout.numbers_of(m.rule, m.planes)):
-                    value = layout.take_number(held, key, m.name)
-                    if not layout.is_number(held.get(key), key):
-                        held[key] = layout.number(value or layout.initial(key), key)
+                keys = ("step", *layout.numbers_of(m.rule, m.planes))
+                for key, value in list(layout.repaired(held, keys, m.name)):
+                    held[key] = layout.number(value or layout.initial(key), key)
             elif self._take(m, state, meant[m.group]):
                 converted.append(m.p)
         return converted
 
-    def _open(self, engine, part, state):
+    def _open(self, engine, handle, state):
         if self.closed:
             raise RuntimeError(f"halfstep: {self.path} was closed; make another optimizer from it")
         place = os.path.realpath(self.path)
@@ -362,13 +352,13 @@ class StoreFile:
             )
         path, options = os.fsencode(self.path), self.groups.options
         weights = [self.placement.weight_here(m) for m in engine.members]
-        pointers = (c_void_p * len(weights))(*map(torch.Tensor.data_ptr, weights))
+        pointers = (c_void_p * len(weights))(*map(sharding.address, weights))
         given = abi.StoreOptions.new(
             without_weights=not options.store.weights, memory=options.store.memory or 0
         )
         file, exists = c_void_p(), self.exists
         name = "store_open" if exists else "store_create"
-        _call(name, path, part, pointers, byref(given), byref(file))
+        _call(name, path, handle, pointers, byref(given), byref(file))
         self.file, self.exists, self.told = file, True, None
         _open[place] = self
         for m in engine.members:
@@ -377,7 +367,7 @@ class StoreFile:
             kept = self._kept(contents(self.path)[2])
             params = self.groups.params()
             self.steps.restore({params[i]: True for i in kept.get("pending", ())})
-            self._tell_groups(engine, part)
+            self._tell_groups(engine, handle)
             with torch.no_grad():
                 for m, weight in zip(engine.members, weights):
                     if weight.data_ptr() != stored(m.p).data_ptr():
@@ -397,12 +387,12 @@ class StoreFile:
             values[key] = calls.number(record, m.rule, key)
         return {key: layout.number(value, key) for key, value in values.items()}
 
-    def _tell_groups(self, engine, part):
+    def _tell_groups(self, engine, handle):
         """Writes the counts of the file into the groups."""
         groups = self.groups.param_groups
         for group in engine.groups:
             groups[group.place]["group_steps"] = group.count_steps()
-        skipped, norm = lib.halfstep_skipped_steps(part), lib.halfstep_gradient_norm(part)
+        skipped, norm = lib.halfstep_skipped_steps(handle), lib.halfstep_gradient_norm(handle)
         for group in groups:
             group["skipped_steps"], group["last_norm"] = int(skipped), float(norm)
 
@@ -433,12 +423,12 @@ class StoreFile:
 
     def _bytes(self, function, p, s, tensor):
         self.placement.settle()
-        if self.part is None or p not in self.indices:
+        if self.handle is None or p not in self.indices:
             raise RuntimeError(f"halfstep: {self.path} was closed; make another optimizer from it")
         if tensor.numel():
             place, size = tensor.data_ptr(), tensor.numel() * tensor.element_size()
             index, _ = self.indices[p]
-            invoke(function, self.part, index, s.slot, s.extra, 0, size, place)
+            invoke(function, self.handle, index, s.slot, s.extra, 0, size, place)
         return tensor
 
     def read(self, p, s):
@@ -466,13 +456,9 @@ class StoreFile:
                 engine.weights[i] = None
                 if _mark(m.p) != self.versions.get(m.p):
                     engine.weights[i] = self._bring_weight(m, keep)
-        places = {p: i for i, p in enumerate(self.groups.params())}
-        text = json.dumps(
-            {
-                "param_groups": list(map(_plain, self.groups)),
-                "pending": [places[p] for p in pending if p in places],
-            }
-        )
+        pending = self.steps.numbers_of(pending)
+        groups = list(map(_plain, self.groups))
+        text = json.dumps({"param_groups": groups, "pending": pending})
         if text != self.told:
             _call("store_set_value", self.file, _KEY.encode(), text.encode())
             self.told = text
@@ -486,7 +472,7 @@ class StoreFile:
             return weight.data_ptr()
         size = weight.numel() * weight.element_size()
         place = m.index, abi.SLOT_WEIGHT, 0, 0, size, weight.data_ptr()
-        invoke(lib.halfstep_write_bytes, self.part, *place)
+        invoke(lib.halfstep_write_bytes, self.handle, *place)
         return None
 
     def round_weights(self, engine, keep):
@@ -496,7 +482,7 @@ class StoreFile:
             return None
         weights = [self.placement.weight_here(m) for m in engine.members]
         keep += weights
-        return (c_void_p * len(weights))(*map(torch.Tensor.data_ptr, weights))
+        return (c_void_p * len(weights))(*map(sharding.address, weights))
 
     def stepped(self, params):
         """Notes that a step wrote these weights, here and in the file."""
@@ -509,7 +495,7 @@ class StoreFile:
         engine, keep = self.cache.build(decides=False), []
         self.prepare(engine, self.steps.pending, keep, all=True)
         weights = self.round_weights(engine, keep)
-        self.check(lib.halfstep_flush(self.part, weights), self.part)
+        self.check(lib.halfstep_flush(self.handle, weights), self.handle)
 
     def save(self, path):
         """Writes the optimizer to a safetensors file, tensor by tensor."""
@@ -517,13 +503,13 @@ class StoreFile:
         sizes = [(c_uint64 * m.p.dim())(*m.p.shape) for m in members]
         shapes = (c_void_p * len(sizes))(*map(ctypes.addressof, sizes))
         options = abi.FileOptions.new(shapes=ctypes.addressof(shapes))
-        _call("write_optimizer", os.fsencode(path), self.part, None, byref(options))
+        _call("write_optimizer", os.fsencode(path), self.handle, None, byref(options))
 
     def takes(self, state):
         """Returns True if a state dictionary has the recipes of the file's tensors."""
         members = {p: self.names.recipe(g, i) for g, i, p in self.groups.members()}
         params = self.groups.params()
-        return not self.cache.empty and all(
+        return all(
             layout.recipe_of(held, "") == members[params[place]] for place, held in state.items()
         )
 
@@ -534,7 +520,7 @@ class StoreFile:
         try:
             load({**state_dict, "state": {}})
             members = self.cache.build(decides=False).members
-            _call("read_optimizer", os.fsencode(path), self.part, None, None)
+            _call("read_optimizer", os.fsencode(path), self.handle, None, None)
             places = {p: i for i, p in enumerate(self.groups.params())}
             for m in members:
                 held = state_dict["state"].get(places[m.p])
@@ -566,7 +552,7 @@ class StoreFile:
         if code not in _OF_FILES:
             check(code, handle)
             return
-        text = (lib.halfstep_error_detail(handle) or b"").decode("utf-8", "replace")
+        text = abi.why(handle)
         try:
             self._reopen()
         except Exception as error:
@@ -599,7 +585,7 @@ def _plain(group):
     """Returns what JSON can hold of a group."""
     out = {}
     for key, value in group.items():
-        if key in _NOT_KEPT:
+        if key in NO_OPTIONS or key == "train_mode":
             continue
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             value = value.item()

@@ -3,9 +3,8 @@ has changed. What came of its steps: counts, and steps that were refused."""
 
 from operator import is_
 
-from .._library import calls
+from .._library import abi, calls
 from .._library.abi import NONFINITE
-from .._states import empty
 from .._states.store import StoredState
 from .._states.watch import version
 from .._tensors import devices
@@ -20,7 +19,6 @@ class EngineCache:
 
     engine          the engine of the last steps, or None
     flat, indices   all parameters, and their numbers in the engine (-1: not in the engine)
-    empty           parameters without elements, which are in no engine
     store           the file of the states, or None
     scaled          True if a GradScaler on a GPU gave the scale of the last step. It knows itself
                     whether that was refused
@@ -30,7 +28,7 @@ class EngineCache:
         self.groups, self.names, self.placement = parts.groups, parts.names, parts.placement
         self.residuals = parts.residuals
         self.engine = self.store = None
-        self.flat, self.indices, self.empty = [], [], []
+        self.flat, self.indices = [], []
         self.scaled = self._warned = False
 
     # ---- Building --------------------------------------------------------------------------------
@@ -45,7 +43,7 @@ class EngineCache:
         flat, wanted, seen, state = [], [], set(), self.groups.state
         for g, i, p in self.groups.members():
             flat.append(p)
-            if id(p) in seen or p.numel() == 0:
+            if id(p) in seen:
                 continue
             seen.add(id(p))
             grad = also.get(p)
@@ -76,7 +74,6 @@ class EngineCache:
         self.residuals.built(engine)
         self.flat = flat
         self.indices = [engine.index_of.get(p, -1) for p in flat]
-        self.empty = [p for p in flat if p.numel() == 0]
         self.engine = engine
         self.placement.built(flat)
         return engine
@@ -125,7 +122,7 @@ class EngineCache:
         if self.engine is not None:
             self.engine.destroy()
         self.engine = None
-        self.flat, self.indices, self.empty = [], [], []
+        self.flat, self.indices = [], []
 
     # ---- The engine as it is now -----------------------------------------------------------------
 
@@ -188,17 +185,14 @@ class EngineCache:
             engine = self.build({p: grad})
             m = engine.member(p)
             if m is None:
-                raise ValueError(
-                    "halfstep: this tensor is no parameter of the optimizer; give one from its"
-                    " param_groups"
-                )
+                self.groups.group_of(p)  # which says that it is no parameter
         if engine.asynchronous:
             engine.use_streams()
         return engine, m
 
     def member(self, p):
-        """Returns the member of `p` after all submitted work is done. Fails if `p` has no states.
-        Requires that `p` has elements, because other parameters are in no engine."""
+        """Returns the member of `p` after all submitted work is done. Fails if `p` has no
+        states."""
         self.hear()
         m = self.current(decides=False).member(p)
         if m is None or self.stale(m):
@@ -244,7 +238,6 @@ class EngineCache:
         ):
             self.engine = None  # the next engine reads what somebody else has written
             engine.destroy()
-        empty.sync(self.groups, self.names)
 
     def count_refused(self):
         """Counts a step that is refused before the engine is asked. The engine finds the count in
@@ -260,7 +253,7 @@ class EngineCache:
         if self._warned and often not in (10, 100, 1000, 10000, 100000):
             return
         self._warned = True
-        name, too_large = calls.nonfinite_tensor(handle) if handle else ("", False)
+        name = calls.nonfinite_tensor(handle)[0] if handle else ""
         # On a GPU the gradients of another step may have taken their place.
         grads = (
             [local(m.p.grad) for m in engine.members if m.p.grad is not None]
@@ -278,13 +271,8 @@ class EngineCache:
                 " makes them so if one of them was not; use clip_norm= of this optimizer, which"
                 " names that one"
             )
-        elif too_large:
-            what = (
-                f"the gradient of parameter {name!r} is finite, but too large: its values must be"
-                " below 2^62 (4.6e18), so that fp32 can hold their squares"
-            )
         else:
-            what = f"the gradient of parameter {name!r} is not finite"
+            what = abi.why(handle)
         left = (
             f"parameter {name!r} was left alone"
             if self.groups.options.scan == "per-tensor" or self.groups.options.gradient_release

@@ -15,7 +15,7 @@ import torch
 from .._library import abi, calls
 from .._library.abi import check, invoke, lib
 from .._ranks import agreement
-from .._settings.groups import TOLD, check_told
+from .._settings.groups import NO_OPTIONS, check_told
 from .._states import convert, layout
 from .._states.handles import Handle, set_option
 from .._states.members import NOTHING, declare
@@ -23,9 +23,6 @@ from .._tensors import devices, sharding
 from .._tensors.matrices import how_of
 from .._tensors.sharding import stored
 from .gather import Plain
-
-#: keys of a group that are not hyper-parameters
-_NO_HYPERS = ("params", "param_names", *TOLD)
 
 
 def formats_of(settings, groups):
@@ -37,7 +34,7 @@ def formats_of(settings, groups):
     ]
 
 
-class Group:
+class HandleGroup:
     """A group of a handle. `place` is the place of the optimizer's group, `index` the index in the
     handle, and `count` the number of the optimizer's groups."""
 
@@ -90,7 +87,7 @@ class Group:
         holds tensors, lists or dictionaries is always read again.
         """
         values = [
-            v for key, v in group.items() if key not in _NO_HYPERS and not (key == "d" and totals)
+            v for key, v in group.items() if key not in NO_OPTIONS and not (key == "d" and totals)
         ]
         if (
             self.values is not None
@@ -127,7 +124,7 @@ class Group:
         )
 
 
-class DevicePart(Handle):
+class DeviceHandle(Handle):
     """A handle for the `n` members from number `first` on, all on one device. Its arrays of
     pointers are slices of the engine's.
 
@@ -177,7 +174,7 @@ class Engine:
         self.formats = formats_of(settings, groups)
         self.parts, self.members, self.groups = [], [], []
         for device, stage, some in divided or [(devices.HOST, None, [])]:
-            part = DevicePart(settings.threads, settings.seed, device)
+            part = DeviceHandle(settings.threads, settings.seed, device)
             self.parts.append(part)
             members, c_groups, _ = declare(part, settings, some, meant, stage)
             part.first, part.n, part.stage = len(self.members), len(members), stage
@@ -186,7 +183,7 @@ class Engine:
             for m in members:
                 m.stage = stage
             self.members += members
-            self.groups += [Group(g, part, c, groups) for (g, _), c in c_groups.items()]
+            self.groups += [HandleGroup(g, part, c, groups) for (g, _), c in c_groups.items()]
         self.handle = self.parts[0]
         self.asynchronous = any(part.asynchronous for part in self.parts)
         self.index_of = {m.p: i for i, m in enumerate(self.members)}
@@ -226,7 +223,7 @@ class Engine:
             held.update(made)
             for key in obsolete & set(held):
                 del held[key]
-            if type(held) is dict and any(s.part == ".codes" for s in m.planes):
+            if type(held) is dict and any(s.end == ".codes" for s in m.planes):
                 state[m.p] = layout.Coded(held)
             if weight is not None:
                 with torch.no_grad():
@@ -304,7 +301,7 @@ class Engine:
         """Destroys the handles."""
         parts, self.parts, self.handle = self.parts, (), None
         for part in parts:
-            if self.store is None or self.store.part is not part:
+            if self.store is None or self.store.handle is not part:
                 part.close()
 
     def changed(self, groups):
@@ -400,11 +397,8 @@ class Engine:
         if not self.members:
             return abi.OK, self.handle
         with self.parts[0].states():
-            if micro:
-                call = calls.all_tensors(None, self.gradients, True)
-                return calls.run(self.handle, call), self.handle
-            if ahead is not None:
-                call = calls.all_tensors(self.weights, self.gradients, ahead=ahead)
+            if micro or ahead is not None:
+                call = calls.all_tensors(self.weights, self.gradients, micro, ahead=ahead)
                 return calls.run(self.handle, call), self.handle
             return lib.halfstep_step(self.handle, self.weights, self.gradients), self.handle
 

@@ -16,12 +16,6 @@ _Tensor = torch.Tensor
 _get_dtype, _get_shape, _get_device = (
     getattr(_Tensor, name).__get__ for name in ("dtype", "shape", "device")
 )
-_numel, _is_contiguous, _is_neg, _data_ptr = (
-    _Tensor.numel,
-    _Tensor.is_contiguous,
-    _Tensor.is_neg,
-    _Tensor.data_ptr,
-)
 _PLAIN_TYPES = {_Tensor}
 # How often one handle makes guards. Gradients that keep changing would make guards useless.
 _MOST_GUARDS = 4
@@ -53,7 +47,6 @@ class Gather:
         """Returns the addresses of one weight and its gradient. Handles tensors that are sharded,
         offloaded or not contiguous. Returns None if the engine does not fit any more."""
         keep, back = ready.keep, ready.back
-        sharded = m.part is not None and m.part.mesh is not None
         if m.gathered:
             grad = sharding.gradient_of(p, grad, m.name)
             if check_gradient(p, grad, m.name) != m.gradient:
@@ -68,7 +61,7 @@ class Gather:
             weight, grad = self.placement.bring(m, p, grad)
             back.append((m, weight))
             return sharding.address(weight), sharding.address(grad)
-        if sharded:
+        if m.part is not None and m.part.mesh is not None:
             grad, p = local(sharding.gradient_of(p, grad, m.name)), local(p)
             keep.append(grad)
         if (
@@ -83,7 +76,7 @@ class Gather:
         if not m.dense:
             weight = devices.contiguous(weight)
             back.append((p, weight))
-        return weight.data_ptr(), sharding.address(grad) if sharded else grad.data_ptr()
+        return sharding.address(weight), sharding.address(grad)
 
     @staticmethod
     def _is_where_it_was(m, p):
@@ -104,7 +97,7 @@ class Gather:
         """Fills the pointer arrays. Returns False if the engine does not fit any more."""
         engine, stepped = ready.engine, ready.stepped
         plain = engine.plain if self.placement.in_grad else None
-        if plain and len(plain.params) == len(self.cache.flat) - len(self.cache.empty):
+        if plain and len(plain.params) == len(self.cache.flat):
             addresses = plain.gradients(self.groups.state)
             if addresses:
                 engine.gradients[:] = addresses
@@ -116,7 +109,7 @@ class Gather:
         engine.weights_are_plain = False
         for p, i in zip(self.cache.flat, self.cache.indices):
             grad = self.placement.gradient_of(p)
-            if grad is None or (i < 0 and p.numel() == 0):
+            if grad is None:
                 if i >= 0:
                     engine.gradients[i] = None
                 continue
@@ -139,8 +132,6 @@ class Gather:
         for i in range(len(engine.members)):
             engine.gradients[i] = None
         for p, (weight, grad) in given.items():
-            if p.numel() == 0:
-                continue
             i = engine.index_of.get(p, -1)
             if i < 0 or self.cache.stale(engine.members[i]):
                 return False
@@ -153,7 +144,8 @@ class Gather:
             held = devices.contiguous(weight)
             if held.data_ptr() != weight.data_ptr():
                 ready.back.append((weight, held))
-            engine.weights[i], engine.gradients[i] = held.data_ptr(), keep[-1].data_ptr()
+            engine.weights[i] = sharding.address(held)
+            engine.gradients[i] = sharding.address(keep[-1])
         return True
 
 
@@ -185,7 +177,7 @@ class Plain:
             [tensor() for key, tensor, _ in m.bound if not key.endswith(GRID)] for m in members
         ]
         self.tensors = [tensor for pair in zip(planes, numbers) for tensor in pair[0] or pair[1]]
-        self.addresses = list(map(torch.Tensor.data_ptr, self.tensors))
+        self.addresses = list(map(_Tensor.data_ptr, self.tensors))
         # The library writes these and counts no version, so a new version means another writer.
         self.counts = [m.numbers[key] for m in members for key in m.shown]
         self.step_versions = [m.versions["step"] for m in members]
@@ -214,7 +206,7 @@ class Plain:
                 if not self._are_plain(grads):
                     return None
                 self._guard(grads)
-            addresses = list(map(_data_ptr, grads))
+            addresses = list(map(_Tensor.data_ptr, grads))
         except RuntimeError:  # sparse tensors have no address
             return None
         if 0 in addresses:  # tensors without memory
@@ -246,8 +238,8 @@ class Plain:
                     return None
                 held[i] = held[i].packed
         if (
-            list(map(_data_ptr, self.tensors)) != self.addresses
-            or list(map(_data_ptr, held)) != self.weights
+            list(map(_Tensor.data_ptr, self.tensors)) != self.addresses
+            or list(map(_Tensor.data_ptr, held)) != self.weights
         ):
             return None
         return addresses
@@ -260,16 +252,16 @@ class Plain:
         if (
             list(map(_get_dtype, self.params)) != self.weight_dtypes
             or list(map(_get_shape, self.params)) != self.shapes
-            or not all(map(_is_contiguous, self.params))
+            or not all(map(_Tensor.is_contiguous, self.params))
         ):
             return False
         return (
             list(map(_get_dtype, grads)) == self.dtypes
             and list(map(_get_device, grads)) == list(map(_get_device, self.params))
-            and list(map(_numel, grads)) == self.numels
-            and all(map(_is_contiguous, grads))
-            and not any(map(_is_neg, grads))
-            and not any(map(_is_neg, self.params))
+            and list(map(_Tensor.numel, grads)) == self.numels
+            and all(map(_Tensor.is_contiguous, grads))
+            and not any(map(_Tensor.is_neg, grads))
+            and not any(map(_Tensor.is_neg, self.params))
         )
 
     def _guard(self, grads):

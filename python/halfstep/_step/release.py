@@ -226,26 +226,21 @@ class Release:
         a parameter that is in no group any more."""
         if not self.has(p):
             hooks = [h for h in self.hooks if h.hooks_dict_ref() is gradient_hooks(p)]
-            for hook in hooks:
-                hook.remove()
             self.discard(hooks)
             return False
         if self.rounds is not None:
             self.rounds.gradient(self.groups, p)
         return True
 
-    def add(self, hooks):
-        """Adds the handles of hooks that step."""
-        self.hooks += hooks
-
     def discard(self, hooks):
-        """Forgets the handles of hooks that were removed. Returns True if some are left."""
+        """Removes some of the hooks. Returns True if others are left."""
         gone = set(map(id, hooks))
+        for hook in hooks:
+            hook.remove()
         self.hooks = [hook for hook in self.hooks if id(hook) not in gone]
         return bool(self.hooks)
 
     def remove(self):
         """Removes the hooks."""
-        for handle in self.hooks:
-            handle.remove()
-        self.hooks, self.rounds = [], None
+        self.discard(self.hooks)
+        self.rounds = None

@@ -6,7 +6,6 @@ import torch
 from .._library import abi
 from .._ranks import agreement
 from .._ranks.classes import classes_of
-from .._states import empty
 from .._states.members import NOTHING, Member
 from .._tensors import devices
 from .._tensors.parameters import stored_dtype
@@ -21,11 +20,10 @@ class Scaler:
     is not finite. Either may be None."""
 
     def __init__(self, scale, found_inf):
-        self.scale, self.found_inf = scale, found_inf
-        self.on_gpu = any(
-            isinstance(t, torch.Tensor) and devices.is_asynchronous(devices.of(t))
-            for t in (scale, found_inf)
-        )
+        self.scale, self.found_inf, self.on_gpu = scale, found_inf, False
+        for t in (scale, found_inf):
+            if isinstance(t, torch.Tensor) and devices.is_asynchronous(devices.of(t)):
+                self.on_gpu = True
 
     @property
     def refuses(self):
@@ -136,9 +134,6 @@ class Steps:
             code, handle = engine.step(micro, ahead)
             if engine.asynchronous:
                 engine.keep_until_read([local(p.grad) for p in stepped if p.grad is not None])
-                if self.cache.empty and code == abi.OK:  # their steps are counted here
-                    code, handle = engine.hear()
-                    engine.tell(self.groups.param_groups)
             done = code == abi.OK or self.groups.options.scan == "per-tensor"
             if not micro:
                 self.placement.judge(engine, done)
@@ -151,8 +146,6 @@ class Steps:
             if not isinstance(error, Exception) and (ahead is None or code is not None):
                 self.land(engine, *written)
             raise
-        if self.cache.empty and done and not micro:
-            self._count_empty()
 
     def _tell(self, engine, code, back, stepped, handle, counted=True):
         """Acts on the code of a call, and writes back weights that were worked on in copies.
@@ -215,9 +208,6 @@ class Steps:
         if not agreement.everywhere(settings, groups, zero):
             return False
         self.cache.build()
-        for g, i, p in self.groups.members():
-            if p.numel() == 0 and p.grad is not None:
-                empty.count(self.groups, self.names, g, i, p, 0)
         self.cache.drop()
         return True
 
@@ -245,12 +235,6 @@ class Steps:
         """Makes ranks that share parameters compare their settings again."""
         self._agreed = False
 
-    def _count_empty(self, only=None):
-        """Counts a step of each parameter without elements that has a gradient, or of `only`."""
-        for g, i, p in self.groups.members():
-            if not p.numel() and p.grad is not None and p is (p if only is None else only):
-                empty.count(self.groups, self.names, g, i, p)
-
     # ---- One parameter ---------------------------------------------------------------------------
 
     def take(self, p):
@@ -275,10 +259,6 @@ class Steps:
 
     def _step_one(self, p, grad, micro):
         engine = self.cache.engine
-        if p.numel() == 0 and (engine is None or p not in engine.index_of):
-            if not micro:
-                self._count_empty(p)
-            return
         if engine is not None and (self.released if micro else p in self.released):
             self.end_round()
         ready, m, found = self._gather_one(p, grad)
@@ -393,6 +373,11 @@ class Steps:
             return list(dict.fromkeys([*self.pending, *params]))
         gone = set(params)
         return [p for p in self.pending if p not in gone]
+
+    def numbers_of(self, pending):
+        """Returns the numbers of pending parameters, which files keep."""
+        numbers = {p: i for i, p in enumerate(self.groups.params())}
+        return [numbers[p] for p in pending if p in numbers]
 
     def _note_taken(self, params, micro):
         """Notes that `params` have taken a micro-batch or, without `micro`, an update of their

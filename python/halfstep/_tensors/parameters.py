@@ -29,6 +29,19 @@ PLAIN = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 _ORDINARY = {torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.Tensor)}
 
 
+def check_dtypes(formats):
+    """Raises ImportError if a format of the library stores a dtype that is not in DTYPES."""
+    for dtype in sorted({x for f in formats for x in (f.code_dtype, f.extra_dtype) if x}):
+        if dtype not in DTYPES:
+            raise ImportError(
+                f"halfstep: a format of {abi.path} stores elements of {dtype}, which this package"
+                " does not know; add it to DTYPES of _tensors/parameters.py"
+            )
+
+
+check_dtypes(abi.formats.values())
+
+
 def stored_dtype(fmt):
     """Returns the dtype that a format, given by its name, stores elements in."""
     return DTYPES[abi.formats[fmt].code_dtype]
@@ -63,6 +76,17 @@ def described(value):
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
     return f"{value.dtype} of shape {tuple(value.shape)} on {value.device}, {value.layout}"
+
+
+def holds(tensor, shape, dtype=None):
+    """Returns True for a dense tensor with memory, of this shape and, if one is given, dtype."""
+    return (
+        isinstance(tensor, torch.Tensor)
+        and tuple(tensor.shape) == tuple(shape)
+        and dtype in (None, tensor.dtype)
+        and tensor.layout == torch.strided
+        and tensor.device.type != "meta"
+    )
 
 
 def is_ordinary(tensor):

@@ -3,7 +3,7 @@
 A comment names them as `name` in the file of torch that it answers to, since the first torch of
 tests/packages/matrix that has them there. All were seen up to torch 2.15. A name that is gone is an
 ImportError of one sentence where it is needed. Comments say if something else happens instead.
-tests/python/test_torch_private.py holds this, and finds such names in other modules.
+tests/python/steps/test_torch_private.py holds this, and finds such names in other modules.
 """
 
 import functools
@@ -67,7 +67,7 @@ make_wrapper = _later(torch.Tensor, "_make_wrapper_subclass", _PACKED)
 
 #: makes torch's C++ code raise where it asks a wrapper for memory.
 #: `_set_throw_on_mutable_data_ptr` in torch/_C/__init__.pyi since 2.6. Without it nothing is done,
-#: and the functions of memory.py are still refused.
+#: and the functions of functions.py are still refused.
 guard_memory = getattr(torch._C, "_set_throw_on_mutable_data_ptr", lambda wrapper: None)
 
 #: torch's method for a storage that has a dtype. `_typed_storage` in torch/_tensor.py since 2.1.

@@ -1,7 +1,7 @@
 """A tensor whose elements are 8-bit codes with scales.
 
 All views of a weight are views of the same bytes (views.py). operators.py says
-what operators of torch do with it. memory.py has the functions that ask for its memory.
+what operators of torch do with it. functions.py has the functions that ask for its memory.
 """
 
 from typing import Optional
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from .._tensors.parameters import PLAIN
 from .._tensors.torch_private import PARAMETER_MARK, as_plain
-from . import blocks, memory
+from . import blocks, functions
 from .operators import dispatch
 from .views import COMPUTE, Cast, is_rows, parted, span, wrap
 
@@ -135,7 +135,7 @@ class Int8Weight(torch.Tensor):
         return restore_weight, (*parted(self), *_marks(self))
 
     def __tensor_flatten__(self):
-        memory.refuse_to_unwrap(self)
+        functions.refuse_to_unwrap(self)
         return ["_stored"], (self.format, self.row_length, self.dtype, self.storage_offset())
 
     @classmethod
@@ -146,7 +146,7 @@ class Int8Weight(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         with as_plain():
-            call = memory.calls.get(func)
+            call = functions.calls.get(func)
             return call(func, *args, **kwargs or {}) if call else func(*args, **kwargs or {})
 
     @classmethod

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from .._tensors.parameters import overlaps
 from .._tensors.torch_private import arguments_of, is_composite, with_aliasing
-from . import blocks, memory
+from . import blocks, functions
 from .blocks import unpack
 from .views import (
     COMPUTE,
@@ -90,7 +90,7 @@ def _view(func, args, kwargs):
 
 
 def _detach(func, args, kwargs):
-    memory.follow_stagers()  # state dictionaries detach what they give to stagers
+    functions.follow_stagers()  # state dictionaries detach what they give to stagers
     return with_aliasing(func, args, kwargs, like(args[0]))
 
 

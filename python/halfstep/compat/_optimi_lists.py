@@ -14,18 +14,18 @@ This file is longer than 500 lines because it has every signature of these funct
 
 import ctypes
 import math
-from collections import OrderedDict
-from typing import Any, List, Optional, Tuple, Union
+from functools import lru_cache
+from typing import List, Optional, Union
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .._library import abi, calls
-from .._library.abi import check, lib
-from .._states.handles import Handle, seed_of
+from .._library.abi import check, invoke, lib
+from .._settings.options import seed_of
+from .._states.handles import Handle
 from .._tensors import devices, parameters, torch_public
-from ._arguments import arguments
 
 __all__ = ["adam", "adamw", "adan", "lion", "radam", "ranger", "sgd", "stableadamw"]
 
@@ -36,10 +36,10 @@ _HANDLES = 64
 
 
 class _Lists(Handle):
-    """A handle for lists of tensors of one structure. Every call gives it memory and counters
-    anew."""
+    """A handle for lists of tensors of one structure. Every call gives it memory, counters and
+    hyper-parameters anew."""
 
-    def __init__(self, rule, members, hypers):
+    def __init__(self, rule, members):
         super().__init__(torch.get_num_threads(), 0)
         # Every call sets the steps, often to a number that only settles the rule. A generator of
         # lattices would go by them.
@@ -47,8 +47,7 @@ class _Lists(Handle):
         for i, (identity, shape, weight, states, gradient) in enumerate(members):
             recipe = "/".join([rule, weight] + (["+".join(states)] if states else []))
             self.add(recipe, f"params[{i}]", identity, shape, gradient)
-        self.set(**hypers)  # before the first binding, because hyper-parameters add states
-        self.bound: List[Any] = [None] * len(members)
+        self.bound = [None] * len(members)
         pointers = ctypes.c_void_p * len(members)
         self.weights, self.gradients = pointers(), pointers()
 
@@ -66,28 +65,19 @@ class _Lists(Handle):
         ]
         if self.bound[i] != wanted:
             for slot, code, extra in wanted:
-                check(lib.halfstep_bind_slot(self, i, slot, code, extra), self)
+                invoke(lib.halfstep_bind_slot, self, i, slot, code, extra)
             self.bound[i] = wanted
 
 
-_handles: "OrderedDict[Any, _Lists]" = OrderedDict()
 # parameter -> [id of its random bits, writes]; slow weights -> their residual
 _identities = WeakIdKeyDictionary()
 _slow_residuals = WeakIdKeyDictionary()
 
 
-def _lists(rule, items, hypers) -> _Lists:
-    # A single tensor gets its id at each call, so that one handle serves all tensors of its
-    # structure. For long lists that is slow.
-    members = [(item.identity[0] if len(items) > 1 else 0, *item.structure) for item in items]
-    key = (rule, tuple(members), hypers.get("momentum", 1.0) != 0.0)
-    found = _handles.pop(key, None)
-    if found is None:
-        found = _Lists(rule, members, hypers)
-        if len(_handles) >= _HANDLES:
-            _handles.popitem(last=False)
-    _handles[key] = found
-    return found
+@lru_cache(_HANDLES)
+def _lists(rule, members, has_momentum):
+    """Returns the handle for lists of this structure. SGD has a state only with a momentum."""
+    return _Lists(rule, members)
 
 
 def _identity(p, place):
@@ -97,6 +87,12 @@ def _identity(p, place):
     if found is None:
         found = _identities[p] = [(abi.name_id(place) + seed_of(None)) % 2**64, 0]
     return found
+
+
+def _is_like(value, param, *dtypes):
+    """Returns True for a tensor of the shape and device of a parameter, of one of these dtypes."""
+    like = isinstance(value, Tensor) and value.dtype in dtypes
+    return like and value.shape == param.shape and value.device == param.device
 
 
 class _Item:
@@ -112,65 +108,43 @@ class _Item:
         parameters.check_cpu(param, name)
         gradient = parameters.check_gradient(param, grad, name)
         self.owner, self.identity, self.shape = param, _identity(param, name), tuple(param.shape)
-        self.back: List[Tuple[Tensor, Tensor]] = []
+        self.back = []  # (the caller's, copy)
         self.param, self.grad = self._dense(param, True), self._dense(grad, False)
         kahan = kahan and param.dtype in LOW
         weight = parameters.PLAIN[param.dtype] + ("-kahan" if kahan else "")
-        self.comp = None
+        self.comp, formats, self.states, self.extras = None, [], [], []
+        self.scaled = []  # state, the caller's, factors in and out
         if kahan:
-            if (
-                not isinstance(comp, Tensor)
-                or comp.dtype != param.dtype
-                or comp.shape != param.shape
-            ):
+            if not _is_like(comp, param, param.dtype):
                 raise ValueError(
                     f"halfstep: kahan_sum=True needs kahan_comps[{i}] to be a tensor like"
                     f" params[{i}]"
                 )
             self.comp = self._dense(comp, True)
-        formats: List[str] = []
-        self.states: List[Tensor] = []
-        self.extras: List[Optional[Tensor]] = []
-        self.scaled: List[
-            Tuple[int, Tensor, float, float]
-        ] = []  # state, the caller's, factors in and out
         for k, (s, value) in enumerate(zip(rule.states, states)):
-            if (
-                not isinstance(value, Tensor)
-                or value.dtype not in parameters.PLAIN
-                or value.shape != param.shape
-                or value.device != param.device
-            ):
+            copied, extra = s.role == abi.ROLE_WEIGHT, None
+            dtypes = (param.dtype,) if copied else tuple(parameters.PLAIN)
+            if not _is_like(value, param, *dtypes):
                 raise ValueError(
-                    f"halfstep: state {s.name!r} of {name} must be a float32, bfloat16 or float16"
-                    f" tensor of the shape and device of {name}"
+                    f"halfstep: state {s.name!r} of {name} must be a tensor of the shape and device"
+                    f" of {name}, of {' or '.join(map(str, dtypes))}"
                 )
-            extra = None
-            if s.role == abi.ROLE_WEIGHT:
-                if value.dtype != param.dtype:
-                    raise ValueError(
-                        f"halfstep: state {s.name!r} of {name} must be {param.dtype}, as {name} is"
-                    )
-                if kahan:
-                    extra = _slow_residuals.get(value)
-                    if extra is None:
-                        extra = _slow_residuals[value] = torch.zeros(
-                            self.shape, dtype=param.dtype, device="cpu"
-                        )
-                self.states.append(self._dense(value, True))
-            elif s.name in factors or (s.role == abi.ROLE_NONNEG and value.dtype == torch.float16):
+            if copied and kahan:
+                if value not in _slow_residuals:
+                    _slow_residuals[value] = devices.zeros(self.shape, param.dtype)
+                extra = _slow_residuals[value]
+            if s.name in factors or (s.role == abi.ROLE_NONNEG and value.dtype == torch.float16):
                 # The library's half formats do not hold second moments, because those of small
                 # gradients would be zero.
                 formats.append("f32")
                 self.scaled.append((k, value.detach(), *factors.get(s.name, (1.0, 1.0))))
                 self.states.append(torch.empty(self.shape, dtype=torch.float32, device="cpu"))
             else:
-                half = "f16" if s.role == abi.ROLE_GRADIENT else "f16-sr"
-                formats.append(
-                    {torch.float32: "f32", torch.bfloat16: "bf16-sr", torch.float16: half}[
-                        value.dtype
-                    ]
-                )
+                if not copied:
+                    exact = value.dtype == torch.float32 or (
+                        value.dtype == torch.float16 and s.role == abi.ROLE_GRADIENT
+                    )
+                    formats.append(parameters.PLAIN[value.dtype] + ("" if exact else "-sr"))
                 self.states.append(self._dense(value, True))
             self.extras.append(extra)
         self.structure = (self.shape, weight, tuple(formats), gradient)
@@ -208,31 +182,15 @@ def _listed(value):
 
 
 @torch.no_grad()
-def _step(
-    name,
-    params,
-    grads,
-    states,
-    comps,
-    hypers,
-    *,
-    kahan_sum,
-    foreach,
-    triton,
-    gradient_release,
-    optimizer_accumulation,
-    before=_SETTLED,
-    full=0,
-    writes=None,
-    factors=None,
-) -> bool:
-    """Makes one step of the library's rule `name` on lists of the caller's tensors. Returns False
-    if a gradient was not finite."""
-    if foreach and gradient_release:
+def _step(name, given, states, hypers, *, before=_SETTLED, full=0, writes=None, factors=()):
+    """Makes one step of the library's rule `name` on lists of the caller's tensors. `given` holds
+    the arguments of a public function by name, and `states` the lists of its states. Unless a
+    gradient was not finite, `step` counts up from `writes`."""
+    if given["foreach"] and given["gradient_release"]:
         raise ValueError("gradient_release and foreach cannot be used together")
-    rule = abi.rules[name]
-    params, grads = _listed(params), _listed(grads)
-    states = [_listed(s) for s in states]
+    rule, micro, kahan = abi.rules[name], given["optimizer_accumulation"], given["kahan_sum"]
+    params, grads, *states = map(_listed, (given["params"], given["grads"], *states))
+    comps = given["kahan_comps"]
     comps = [None] * len(params) if comps is None else _listed(comps)
     for what, listed in (
         ("grads", grads),
@@ -242,7 +200,7 @@ def _step(
         if len(listed) != len(params):
             raise ValueError(f"halfstep: {len(listed)} {what} for {len(params)} params")
     items = [
-        _Item(i, p, g, [s[i] for s in states], c, rule, kahan_sum, factors or {})
+        _Item(i, p, g, [s[i] for s in states], c, rule, kahan, dict(factors))
         for i, (p, g, c) in enumerate(zip(params, grads, comps))
     ]
     # Scaled states need scratch memory, which is held for one tensor at a time. The others are
@@ -251,48 +209,42 @@ def _step(
         [item] for item in items if item.scaled
     ]
     if len(batches) > 2 and not all(bool(item.grad.isfinite().all()) for item in items):
-        return _refused("a gradient")
+        _refuse("a gradient is not finite")
+        return
     made = True
     for batch in filter(None, batches):
-        lists = _lists(name, batch, hypers)
+        # A single tensor gets its id at each call, so that one handle serves all tensors of its
+        # structure. For long lists that is slow.
+        ids = [item.identity[0] for item in batch]
+        first, one = (ids[0], [0]) if len(batch) == 1 else (0, ids)
+        members = tuple((identity, *item.structure) for identity, item in zip(one, batch))
+        lists = _lists(name, members, hypers.get("momentum", 1.0) != 0.0)
         lists.set(**hypers)
         lists.work(torch.get_num_threads())
         for i, item in enumerate(batch):
             lists.bind(i, item)
-            lists.weights[i], lists.gradients[i] = (
-                item.param.data_ptr() or 1,
-                item.grad.data_ptr() or 1,
-            )
-            lists.count(
-                i,
-                id=item.identity[0] if len(batch) == 1 else 0,
-                state_steps=before,
-                full_steps=full,
-                writes=item.identity[1] if writes is None else writes,
-            )
+            lists.weights[i] = item.param.data_ptr() or 1
+            lists.gradients[i] = item.grad.data_ptr() or 1
+            count = item.identity[1] if writes is None else writes
+            lists.count(i, id=first, state_steps=before, full_steps=full, writes=count)
             item.load()
-        if optimizer_accumulation:
-            code = calls.run(lists, calls.all_tensors(None, lists.gradients, True))
-        else:
-            code = lib.halfstep_step(lists, lists.weights, lists.gradients)
+        code = calls.run(lists, calls.all_tensors(lists.weights, lists.gradients, micro))
         for item in batch:
             item.store(code == abi.OK)
             item.identity[1] += code == abi.OK
-        if code == abi.OK and not optimizer_accumulation:
-            torch_public.increment_versions([item.owner for item in batch])
         if code == abi.NONFINITE:
-            made = _refused(*calls.nonfinite_tensor(lists))
+            made = False
+            _refuse(abi.why(lists))
         else:
             check(code, lists)
-    return made
+            if not micro:
+                torch_public.increment_versions([item.owner for item in batch])
+    if made and writes is not None:
+        given["step"].add_(1)
 
 
-def _refused(what, too_large=False):
-    wrong = "2^62 or more, too large to be squared" if too_large else "not finite"
-    torch_public.warn(
-        f"{what} is {wrong}; the step was refused and changed nothing", RuntimeWarning
-    )
-    return False
+def _refuse(why):
+    torch_public.warn(f"{why}; the step was refused and changed nothing", RuntimeWarning)
 
 
 def over(weight_decay, lr):
@@ -304,19 +256,22 @@ def over(weight_decay, lr):
     return float(weight_decay) / float(lr)
 
 
-def _decay(lr, weight_decay, decouple_wd, decouple_lr, max_lr, accumulate, proximal=False):
-    """Returns the hyper-parameters and the mode of the decay. Micro-steps do not decay and have no
-    L2 term, as in optimi."""
-    weight_decay = 0.0 if accumulate else float(weight_decay)
-    found = {"lr": float(lr), "weight_decay": weight_decay, "reference_lr": 0.0}
-    if weight_decay == 0.0:
-        return {**found, "decay": "decoupled"}
-    if decouple_lr:
-        coefficient = over(weight_decay, max_lr)  # refuses max_lr None and 0
+def _hypers(name, given, proximal=False):
+    """Returns the hyper-parameters of a rule, and the mode of its decay. Micro-steps do not decay
+    and have no L2 term, as in optimi."""
+    found = {key: float(given[key]) for key in abi.rules[name].hypers if key in given}
+    found.update(reference_lr=0.0, decay="decoupled")
+    if given["optimizer_accumulation"] or not found["weight_decay"]:
+        return {**found, "weight_decay": 0.0}
+    if proximal or not given.get("decouple_wd", True):
+        found["decay"] = "proximal" if proximal else "l2"
+    if given["decouple_lr"]:
+        coefficient = over(given["weight_decay"], given["max_lr"])  # refuses max_lr None and 0
         if proximal:
-            return {**found, "weight_decay": coefficient, "decay": "proximal"}
-        return {**found, "reference_lr": float(max_lr), "decay": "fully-decoupled"}
-    return {**found, "decay": "proximal" if proximal else "decoupled" if decouple_wd else "l2"}
+            found["weight_decay"] = coefficient
+        else:
+            found.update(reference_lr=float(given["max_lr"]), decay="fully-decoupled")
+    return found
 
 
 def _count(step):
@@ -334,31 +289,17 @@ def _debiased(beta, t):
     return (beta - power) / (1.0 - power)
 
 
-def _adam(
-    name,
-    params,
-    grads,
-    exp_avgs,
-    exp_avg_sqs,
-    kahan_comps,
-    lr,
-    beta1,
-    beta2,
-    weight_decay,
-    eps,
-    step,
-    decouple_lr,
-    max_lr,
-    optimizer_accumulation,
-    decouple_wd=True,
-    **others,
-):
-    hypers = _decay(lr, weight_decay, decouple_wd, decouple_lr, max_lr, optimizer_accumulation)
-    t = _count(step)
-    hypers.update(beta1=_debiased(beta1, t), beta2=_debiased(beta2, t), eps=float(eps))
-    others.update(writes=t - 1, optimizer_accumulation=optimizer_accumulation)
-    if _step(name, params, grads, [exp_avgs, exp_avg_sqs], kahan_comps, hypers, **others):
-        step.add_(1)
+def _raw(t, **betas):
+    """Returns the factors from debiased averages to raw ones before update number t, and back
+    after it."""
+    return {n: (1.0 - b ** (t - 1), 1.0 / (1.0 - b**t)) for n, b in betas.items()}
+
+
+def _adam(name, given):
+    """Makes a step of a rule of Adam's kind. `given` is that of _step()."""
+    hypers, t = _hypers(name, given), _count(given["step"])
+    hypers.update(beta1=_debiased(given["beta1"], t), beta2=_debiased(given["beta2"], t))
+    _step(name, given, [given["exp_avgs"], given["exp_avg_sqs"]], hypers, writes=t - 1)
 
 
 def adam(
@@ -400,7 +341,7 @@ def adam(
         optimizer_accumulation: a micro-step: gradients go into the moments, parameters stay.
         foreach, triton: without effect.
     """
-    _adam("adam", params, **arguments(locals()))
+    _adam("adam", locals())
 
 
 def adamw(
@@ -425,7 +366,7 @@ def adamw(
     optimizer_accumulation: bool = False,
 ):
     """Makes one step of AdamW on lists of tensors: `adam` with decoupled decay."""
-    _adam("adamw", params, **arguments(locals()))
+    _adam("adamw", locals())
 
 
 def stableadamw(
@@ -453,50 +394,26 @@ def stableadamw(
 ):
     """Makes one step of StableAdamW on lists of tensors; see `adam`. `eps_sqs` and `mean_squares`
     are optimi's scratch. They are not used, because the square of `eps` follows from `eps`."""
-    _adam("stableadamw", params, **arguments(locals(), "eps_sqs", "mean_squares"))
+    _adam("stableadamw", locals())
 
 
-def _rectified(
-    name,
-    params,
-    grads,
-    exp_avgs,
-    exp_avg_sqs,
-    kahan_comps,
-    lr,
-    beta1,
-    beta2,
-    weight_decay,
-    eps,
-    step,
-    decouple_wd,
-    decouple_lr,
-    max_lr,
-    optimizer_accumulation,
-    la_params=None,
-    k=None,
-    alpha=None,
-    **others,
-):
-    """Makes a step of RAdam, or of Ranger if there are slow weights `la_params`."""
-    hypers = _decay(lr, weight_decay, decouple_wd, decouple_lr, max_lr, optimizer_accumulation)
-    t = _count(step)
-    hypers.update(beta1=beta1, beta2=beta2, eps=float(eps))
-    states = [exp_avgs, exp_avg_sqs]
-    if la_params is not None:
-        states.append(la_params)
-        hypers.update(k=float(k), alpha=float(alpha))
+def _rectified(name, given):
+    """Makes a step of RAdam, or of Ranger if there are slow weights `la_params`. `given` is that of
+    _step()."""
+    hypers, t, micro = _hypers(name, given), _count(given["step"]), given["optimizer_accumulation"]
+    states = [given[key] for key in ("exp_avgs", "exp_avg_sqs", "la_params") if key in given]
+    beta1, beta2 = given["beta1"], given["beta2"]
     power = beta2**t
     rho_all = 2.0 / (1.0 - beta2) - 1.0
     rho = rho_all - 2.0 * t * power / (1.0 - power)
     debiased1, debiased2 = _debiased(beta1, t), _debiased(beta2, t)
     before, factors = t - 1, {}
-    if optimizer_accumulation or (rho > 5.0 and debiased2 > 2.0 / 3.0):
+    if micro or (rho > 5.0 and debiased2 > 2.0 / 3.0):
         # The library's own rectification is 1 for a settled rule with these betas (above 2/3), so
         # the true one goes into lr.
         before = _SETTLED
         hypers.update(beta1=debiased1, beta2=debiased2)
-        if not optimizer_accumulation:
+        if not micro:
             rate = math.sqrt(
                 (rho - 4.0) * (rho - 2.0) * rho_all / ((rho_all - 4.0) * (rho_all - 2.0) * rho)
             )
@@ -504,14 +421,9 @@ def _rectified(
             if hypers["decay"] != "l2":
                 hypers["weight_decay"] /= rate
     else:
-        factors = {
-            n: (1.0 - b ** (t - 1), 1.0 / (1.0 - b**t))
-            for n, b in (("exp_avg", beta1), ("exp_avg_sq", beta2))
-        }
-    others.update(before=before, full=t - 1, writes=t - 1, factors=factors)
-    others["optimizer_accumulation"] = optimizer_accumulation
-    if _step(name, params, grads, states, kahan_comps, hypers, **others):
-        step.add_(1)
+        factors = _raw(t, exp_avg=beta1, exp_avg_sq=beta2)
+    counts = {"before": before, "full": t - 1, "writes": t - 1}
+    _step(name, given, states, hypers, **counts, factors=factors)
 
 
 def radam(
@@ -539,7 +451,7 @@ def radam(
     """Makes one step of RAdam on lists of tensors; see `adam`. The first steps are not rectified
     (five of them, or all with beta2 up to 2/3). They take scratch memory of 8 bytes for each
     element of one tensor at a time."""
-    _rectified("radam", params, **arguments(locals()))
+    _rectified("radam", locals())
 
 
 def ranger(
@@ -574,7 +486,7 @@ def ranger(
     no place. It lives here as long as the tensor in `la_params`. In another process it starts at
     zero.
     """
-    _rectified("ranger", params, **arguments(locals()))
+    _rectified("ranger", locals())
 
 
 def adan(
@@ -606,13 +518,8 @@ def adan(
     previous gradients. Before the first step they hold that of the first gradients. Moments are
     scaled to raw ones and back in scratch memory: 12 bytes for each element of one tensor at a
     time."""
-    hypers = _decay(
-        lr, weight_decay, True, decouple_lr, max_lr, optimizer_accumulation, proximal=not adam_wd
-    )
-    t = _count(step)
-    hypers.update(beta1=beta1, beta2=beta2, beta3=beta3, eps=float(eps))
-    betas = {"exp_avg": beta1, "exp_avg_diff": beta2, "exp_avg_sq": beta3}
-    factors = {n: (1.0 - b ** (t - 1), 1.0 / (1.0 - b**t)) for n, b in betas.items()}
+    given = locals()
+    hypers, t = _hypers("adan", given, proximal=not adam_wd), _count(step)
     previous = [p.detach() for p in _listed(prev_grads)]
     if t == 1 and any(
         not torch.equal(p, g.detach().neg().to(p.dtype)) for p, g in zip(previous, _listed(grads))
@@ -624,23 +531,9 @@ def adan(
     for p in previous:
         p.neg_()
     try:
-        if _step(
-            "adan",
-            params,
-            grads,
-            [exp_avgs, exp_avg_diffs, exp_avg_sqs, previous],
-            kahan_comps,
-            hypers,
-            kahan_sum=kahan_sum,
-            foreach=foreach,
-            triton=triton,
-            gradient_release=gradient_release,
-            optimizer_accumulation=optimizer_accumulation,
-            before=t - 1,
-            writes=t - 1,
-            factors=factors,
-        ):
-            step.add_(1)
+        states = [exp_avgs, exp_avg_diffs, exp_avg_sqs, previous]
+        factors = _raw(t, exp_avg=beta1, exp_avg_diff=beta2, exp_avg_sq=beta3)
+        _step("adan", given, states, hypers, before=t - 1, writes=t - 1, factors=factors)
     finally:
         for p in previous:
             p.neg_()
@@ -665,21 +558,7 @@ def lion(
     optimizer_accumulation: bool = False,
 ):
     """Makes one step of Lion on lists of tensors; see `adam`."""
-    hypers = _decay(lr, weight_decay, True, decouple_lr, max_lr, optimizer_accumulation)
-    hypers.update(beta1=float(beta1), beta2=float(beta2))
-    _step(
-        "lion",
-        params,
-        grads,
-        [exp_avgs],
-        kahan_comps,
-        hypers,
-        kahan_sum=kahan_sum,
-        foreach=foreach,
-        triton=triton,
-        gradient_release=gradient_release,
-        optimizer_accumulation=optimizer_accumulation,
-    )
+    _step("lion", locals(), [exp_avgs], _hypers("lion", locals()))
 
 
 def sgd(
@@ -703,23 +582,6 @@ def sgd(
 ):
     """Makes one step of SGD on lists of tensors; see `adam`. Without momentum `exp_avgs` is not
     used, and a micro-step is refused, because it would drop the gradients."""
-    if optimizer_accumulation and not momentum:
-        raise ValueError(
-            "halfstep: sgd without momentum keeps no gradients, so a micro-step would lose them;"
-            " give momentum="
-        )
-    hypers = _decay(lr, weight_decay, decouple_wd, decouple_lr, max_lr, optimizer_accumulation)
-    hypers.update(momentum=float(momentum), dampening=float(momentum) if dampening else 0.0)
-    _step(
-        "sgd",
-        params,
-        grads,
-        [exp_avgs] if momentum else [],
-        kahan_comps,
-        hypers,
-        kahan_sum=kahan_sum,
-        foreach=foreach,
-        triton=triton,
-        gradient_release=gradient_release,
-        optimizer_accumulation=optimizer_accumulation,
-    )
+    hypers = _hypers("sgd", locals())
+    hypers["dampening"] = float(momentum) if dampening else 0.0
+    _step("sgd", locals(), [exp_avgs] if momentum else [], hypers)

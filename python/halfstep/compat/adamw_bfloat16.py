@@ -17,7 +17,7 @@ import torch
 from .._settings.options import Options
 from .._states import layout
 from ..optimizer import Kept, Optimizer, Params
-from ._arguments import arguments
+from ._common import arguments
 
 __all__ = ["LR", "AdamW_BF16"]
 
@@ -155,8 +155,7 @@ class AdamW_BF16(Optimizer):
         loss = super().step(closure)
         if zero_grad:
             with torch.no_grad():
-                for group in self.param_groups:
-                    for p in group["params"]:
-                        if p.grad is not None:
-                            p.grad.zero_()
+                for p in self._parts.groups.params():
+                    if p.grad is not None:
+                        p.grad.zero_()
         return loss

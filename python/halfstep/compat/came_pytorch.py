@@ -19,7 +19,7 @@ import torch
 from .._library import abi
 from .._states import foreign
 from ..optimizer import Optimizer, Params
-from ._arguments import arguments
+from ._common import arguments
 
 __all__ = ["CAME"]
 

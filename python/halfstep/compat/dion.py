@@ -23,7 +23,7 @@ from typing import Any, Dict, Optional, Tuple
 from .. import classes
 from .._states import foreign
 from ..optimizer import Params
-from ._arguments import arguments
+from ._common import arguments
 
 __all__ = ["Muon", "NorMuon"]
 

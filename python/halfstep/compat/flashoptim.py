@@ -27,7 +27,6 @@ get/set_fp32_model_state_dict().
 
 import math
 import os
-import weakref
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -42,9 +41,9 @@ from .._states import convert, layout
 from .._step import release
 from .._tensors import devices, parameters
 from .._tensors.torch_public import warn
-from ..optimizer import Kept, Optimizer, unwrapped
-from ._arguments import arguments
-from .optimi import start_from_zeros
+from ..full_precision import full_precision_state_dict
+from ..optimizer import Kept, unwrapped
+from ._common import ReleasedByModel, arguments, start_from_zeros
 
 __all__ = [
     "FlashAdam",
@@ -66,10 +65,7 @@ _Bits = Optional[Literal[24, 32]]
 _WIDTHS = {None: 0, 24: 3, 32: 4}
 _WEIGHTS = {0: "bf16", 3: "bf16-ecc8", 4: "bf16-ecc16"}
 #: arguments of FlashOptimizer beside `params` and `defaults`
-_COMMON = (
-    *("lr", "quantize", "compress_state_dict"),
-    *("master_weight_bits", "check_numerics", "fused"),
-)
+_COMMON = "lr quantize compress_state_dict master_weight_bits check_numerics fused".split()
 _EXPONENTS = {torch.float16: 5, torch.bfloat16: 8, torch.float32: 8}
 
 
@@ -77,7 +73,7 @@ class NumericsError(RuntimeError):
     """The learning rate is too small to move the largest weight of a tensor, as it is stored."""
 
 
-class FlashOptimizer(Optimizer):
+class FlashOptimizer(ReleasedByModel):
     """Common base of FlashOptim's classes.
 
     Args:
@@ -117,22 +113,13 @@ class FlashOptimizer(Optimizer):
             check_numerics=check_numerics,
             fused=fused,
         )
-        self._fused, self._compress_state_dict, self._check_numerics = (
-            fused,
-            compress_state_dict,
-            check_numerics,
-        )
+        self._fused, self._check_numerics = fused, check_numerics
+        self._compress_state_dict = compress_state_dict
         # id(parameter) -> its largest magnitude when it was last measured
         self._largest: Dict[int, float] = {}
-        super().__init__(
-            params,
-            {
-                **(defaults or {}),
-                "lr": lr,
-                "master_bytewidth": _WIDTHS[master_weight_bits],
-                "quantize": quantize,
-            },
-        )
+        width = _WIDTHS[master_weight_bits]
+        own = {"lr": lr, "master_bytewidth": width, "quantize": quantize}
+        super().__init__(params, {**(defaults or {}), **own})
         dtypes = {p.dtype for group in self.param_groups for p in group["params"]}
         if (
             master_weight_bits is not None
@@ -190,10 +177,9 @@ class FlashOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self._check_numerics:
-            for group in self.param_groups:
-                for p in group["params"]:
-                    if p.grad is not None:
-                        self._check_lr(p, group)
+            for g, _, p in self._parts.groups.members():
+                if p.grad is not None:
+                    self._check_lr(p, self.param_groups[g])
         super().step()
         return loss
 
@@ -204,7 +190,7 @@ class FlashOptimizer(Optimizer):
         if self._hooked_elsewhere:
             release.check_not_scaled()
         if self._check_numerics:
-            self._check_lr(p, self._group_of(p) if group is None else group)
+            self._check_lr(p, self._parts.groups.group_of(p) if group is None else group)
         super().step_param(p, group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -215,14 +201,6 @@ class FlashOptimizer(Optimizer):
                 " the hooks free the gradients"
             )
         super().zero_grad(set_to_none=set_to_none)
-
-    def _group_of(self, p):
-        for group in self.param_groups:
-            if any(p is other for other in group["params"]):
-                return group
-        raise ValueError(
-            "halfstep: this tensor is no parameter of the optimizer; give one from its param_groups"
-        )
 
     #: True while hooks of the package's own enable_gradient_release() step
     _hooked_elsewhere = False
@@ -237,14 +215,6 @@ class FlashOptimizer(Optimizer):
         self._hooked_elsewhere = bool(released)
         release.watch_scalers()
 
-    def prepare_gradient_release(self) -> None:
-        """Puts hooks on all parameters of this optimizer. `enable_gradient_release` takes a model's
-        parameters."""
-        if not self.gradient_release:
-            super().prepare_gradient_release()
-        elif not self._parts.release.hooks:
-            self.gradient_release = False  # a copy: the hooks stay with the original
-
     # ---- check_numerics --------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -254,9 +224,8 @@ class FlashOptimizer(Optimizer):
     def recompute_param_stats(self) -> None:
         """Measures the largest magnitude of every parameter, which `check_numerics` uses. By itself
         `check_numerics` measures only before the first step of a parameter and after loading."""
-        for group in self.param_groups:
-            for p in group["params"]:
-                self._measure(p)
+        for p in self._parts.groups.params():
+            self._measure(p)
 
     def _check_lr(self, p, group):
         """Raises NumericsError if a step of lr on the largest weight is below half of its last
@@ -329,29 +298,18 @@ class FlashOptimizer(Optimizer):
 
     def _coded(self):
         """Returns the parameters that have an error code or residual, by id."""
-        found = {}
-        for g, group in enumerate(self.param_groups):
-            for i, p in enumerate(group["params"]):
-                if (
-                    p.dtype in _EXPONENTS
-                    and abi.formats[self._parts.names.recipe(g, i).split("/")[1]].extra_bits
-                ):
-                    found[id(p)] = p
-        return found
+        recipe = self._parts.names.recipe
+        return {
+            id(p): p
+            for g, i, p in self._parts.groups.members()
+            if p.dtype in _EXPONENTS and abi.formats[recipe(g, i).split("/")[1]].extra_bits
+        }
 
     def get_fp32_model_state_dict(self, model: nn.Module) -> Dict[str, Tensor]:
         """Returns the model's state dictionary in float32, as copies. Parameters are combined with
         their error codes, and everything else is widened."""
-        model = _unwrapped(model)
-        found = {
-            name: value.detach().to(torch.float32, copy=True)
-            for name, value in model.state_dict().items()
-        }
-        coded = self._coded()
-        for name, p in model.named_parameters(remove_duplicate=False):
-            if id(p) in coded and name in found:
-                found[name] = self.read_weight(p)
-        return found
+        found = full_precision_state_dict(_unwrapped(model), self, lazy=True)
+        return {name: value.to(torch.float32, copy=True) for name, value in found.items()}
 
     @torch.no_grad()
     def set_fp32_model_state_dict(
@@ -563,12 +521,9 @@ class GradientReleaseHandle:
 
     def remove(self) -> None:
         """Removes the hooks, so that steps are ordinary again."""
-        mine = list(self._hooks)
-        for hook in mine:
-            hook.remove()
-        self._hooks.clear()
-        if mine and not self._optimizer._parts.release.discard(mine):
-            self._optimizer.remove_gradient_release()
+        if self._hooks:
+            self._optimizer._end_release(self._hooks)
+            self._hooks.clear()
 
     @property
     def active(self) -> bool:
@@ -615,14 +570,8 @@ def enable_gradient_release(
         )
     # Loading replaces the groups, not their order.
     group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    this = weakref.ref(optimizer)
-    release.watch_scalers()
 
-    def hook(p):
-        held = this()
-        if held is None or p.grad is None or not held._parts.release.has(p):
-            return
-        release.check_not_scaled()
+    def step(held, p):
         group = held.param_groups[group_of[id(p)]]
         if pre_step is None or pre_step(p, group):
             held.step_param(p, group)
@@ -630,11 +579,7 @@ def enable_gradient_release(
 
     params = [p for p in model.parameters() if p.requires_grad and id(p) in group_of]
     parameters.take_over(params, optimizer, release.OPTIMIZER)
-    parameters.mark(hook, optimizer, release.OPTIMIZER)
-    hooks = [p.register_post_accumulate_grad_hook(hook) for p in params]
-    optimizer._parts.release.add(hooks)
-    optimizer.gradient_release = bool(optimizer._parts.release.hooks)
-    return GradientReleaseHandle(hooks, optimizer)
+    return GradientReleaseHandle(optimizer._begin_release(params, step), optimizer)
 
 
 # ---- Casting -------------------------------------------------------------------------------------

@@ -14,22 +14,12 @@ import torch
 from .._library import abi
 from .._settings.options import Options
 from ..optimizer import Kept, Optimizer, Params, unwrapped
-from ._arguments import arguments
+from ._common import arguments
 
 __all__ = ["Lamb", "Lamb16", "log_lamb_rs"]
 
 #: names that the package logs -> names of the rules' scalars
 _LOGGED = {"weight_norm": "weight_norm", "adam_norm": "update_norm", "trust_ratio": "trust_ratio"}
-
-
-def _check(lr, betas, eps):
-    if not isinstance(lr, torch.Tensor) and lr < 0.0:
-        raise ValueError(f"Invalid learning rate: {lr}")
-    if eps < 0.0:
-        raise ValueError(f"Invalid epsilon value: {eps}")
-    for index, beta in enumerate(betas):
-        if not 0.0 <= beta < 1.0:
-            raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
 
 
 class Lamb16(Optimizer):
@@ -56,7 +46,6 @@ class Lamb16(Optimizer):
         trust_scale: float = 0.382,
         **options: Any,
     ) -> None:
-        _check(lr, betas, eps)
         super().__init__(params, arguments(locals()), **options)
 
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
@@ -94,7 +83,6 @@ class Lamb(Optimizer):
         adam: bool = False,
         **options: Any,
     ) -> None:
-        _check(lr, betas, eps)
         abi.check_flags(adam=adam)
         self.adam = adam
         super().__init__(params, arguments(locals(), "adam"), **options)
@@ -114,15 +102,11 @@ def log_lamb_rs(optimizer: torch.optim.Optimizer, event_writer: Any, token_count
     that was stepped. Logs nothing for other optimizers.
     """
     optimizer = unwrapped(optimizer)
-    found = {}
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            state = optimizer.state.get(p)
-            if not state or not isinstance(optimizer, (Lamb, Lamb16)):
-                continue
-            for tag, scalar in _LOGGED.items():
-                found.setdefault(tag, []).append(optimizer.scalar(p, scalar))
-    for tag, values in found.items():
+    if not isinstance(optimizer, (Lamb, Lamb16)):
+        return
+    stepped = [p for p in optimizer._parts.groups.params() if optimizer.state.get(p)]
+    for tag, scalar in _LOGGED.items() if stepped else ():
+        values = [optimizer.scalar(p, scalar) for p in stepped]
         event_writer.add_histogram(
             f"lamb/{tag}", torch.tensor(values, dtype=torch.float32, device="cpu"), token_count
         )

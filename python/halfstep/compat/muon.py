@@ -21,7 +21,7 @@ from typing import Any, Dict
 from .. import classes
 from .._library import abi
 from ..optimizer import Params
-from ._arguments import arguments
+from ._common import arguments
 
 __all__ = ["Muon", "MuonWithAuxAdam", "SingleDeviceMuon", "SingleDeviceMuonWithAuxAdam"]
 

@@ -32,12 +32,12 @@ from .._library import abi
 from .._settings import naming
 from .._settings.options import Options
 from .._states import layout
-from .._step import release
-from .._tensors.parameters import PLAIN, mark
+from .._tensors import devices
+from .._tensors.parameters import PLAIN, holds
 from .._tensors.torch_private import apply_to_tensors, gradient_hooks
 from .._tensors.torch_public import warn
-from ..optimizer import Optimizer, unwrapped
-from ._arguments import arguments
+from ..optimizer import unwrapped
+from ._common import ReleasedByModel, arguments, start_from_zeros
 from ._optimi_lists import LOW, adam, adamw, adan, lion, over, radam, ranger, sgd, stableadamw
 
 __all__ = [
@@ -67,7 +67,7 @@ __all__ = [
 # ---- Classes -------------------------------------------------------------------------------------
 
 
-class OptimiOptimizer(Optimizer):
+class OptimiOptimizer(ReleasedByModel):
     """Common base of optimi's classes: decay modes, Kahan summation, `step(param=...)`, gradient
     release.
 
@@ -139,41 +139,12 @@ class OptimiOptimizer(Optimizer):
         elif param.grad is not None:
             param.grad = param.grad.detach().zero_()
 
-    def prepare_gradient_release(self) -> None:
-        """Puts hooks on all parameters of this optimizer. `prepare_for_gradient_release` takes a
-        model's parameters."""
-        if not self.gradient_release:
-            super().prepare_gradient_release()
-        elif not self._parts.release.hooks:
-            self.gradient_release = False  # a copy: the hooks stay with the original
-
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
         """Loads state dictionaries of halfstep, of torch, and of torch-optimi's own class."""
         if _is_optimi(state_dict):
-            state_dict = _from_optimi(
-                self,
-                {
-                    **state_dict,
-                    "param_groups": naming.align(
-                        self._parts.names.all(), state_dict["param_groups"]
-                    )[0],
-                },
-            )
+            groups = naming.align(self._parts.names.all(), state_dict["param_groups"])[0]
+            state_dict = _from_optimi(self, {**state_dict, "param_groups": groups})
         super().load_state_dict(state_dict)
-
-
-def start_from_zeros(groups: Any, parameters: Iterable[torch.Tensor], also: Any) -> None:
-    """Makes the momentum of SGD begin with (1 - dampening) times the gradient, in before_build().
-    The library's first buffer is the gradient itself. Parameters that are about to get states
-    therefore get a count of one update, as if of a buffer of zeros."""
-    for p in parameters:
-        wanted = (
-            p.grad is not None
-            or (also and p in also)
-            or (groups.options.gradient_release and p.requires_grad)
-        )
-        if wanted and p not in groups.state:
-            groups.state[p]["step"] = torch.ones((), dtype=torch.float32, device="cpu")
 
 
 def _group(names):
@@ -323,27 +294,10 @@ class Lion(OptimiOptimizer):
         super().__init__(params, _group(locals()))
 
 
-class RAdam(OptimiOptimizer):
+class RAdam(Adam):
     """RAdam (Liu et al. 2020). Arguments as in `Adam`."""
 
     rule = "radam"
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float,
-        betas: Tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0,
-        eps: float = 1e-6,
-        decouple_wd: bool = False,
-        decouple_lr: bool = False,
-        max_lr: Optional[float] = None,
-        kahan_sum: Optional[bool] = None,
-        foreach: Optional[bool] = None,
-        triton: Optional[bool] = None,
-        gradient_release: bool = False,
-    ) -> None:
-        super().__init__(params, _group(locals()))
 
 
 class Ranger(OptimiOptimizer):
@@ -424,27 +378,11 @@ class SGD(OptimiOptimizer):
             return found
 
 
-class StableAdamW(OptimiOptimizer):
+class StableAdamW(AdamW):
     """StableAdamW (Wortsman et al. 2023): AdamW whose updates are clipped tensor by tensor.
     Arguments as in `Adam`."""
 
     rule = "stableadamw"
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float,
-        betas: Tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 1e-2,
-        eps: float = 1e-6,
-        decouple_lr: bool = False,
-        max_lr: Optional[float] = None,
-        kahan_sum: Optional[bool] = None,
-        foreach: Optional[bool] = None,
-        triton: Optional[bool] = None,
-        gradient_release: bool = False,
-    ) -> None:
-        super().__init__(params, _group(locals()))
 
 
 # ---- Gradient release ----------------------------------------------------------------------------
@@ -473,22 +411,12 @@ def prepare_for_gradient_release(
             " pass `ignore_existing_hooks=True`"
         )
 
-    release.watch_scalers()
+    def step(held, p):
+        held.step(param=p)
+        held.zero_grad(param=p)
 
-    def hook(p):
-        if not optimizer._parts.release.has(p):
-            return
-        release.check_not_scaled()
-        optimizer.step(param=p)
-        optimizer.zero_grad(param=p)
-
-    mark(hook, optimizer, release.OPTIMIZER)
-    hooks = model._gradient_release_hooks = _Hooks(
-        p.register_post_accumulate_grad_hook(hook) for p in parameters
-    )
+    hooks = model._gradient_release_hooks = _Hooks(optimizer._begin_release(parameters, step))
     hooks.optimizer = optimizer
-    optimizer._parts.release.add(hooks)
-    optimizer.gradient_release = True
 
 
 class _Hooks(list):
@@ -501,11 +429,7 @@ def remove_gradient_release(model: nn.Module) -> None:
     if hooks is None:
         warn("`model` has no gradient release hooks to remove")
         return
-    for hook in hooks:
-        hook.remove()
-    optimizer = hooks.optimizer
-    if not optimizer._parts.release.discard(hooks):
-        optimizer.remove_gradient_release()
+    hooks.optimizer._end_release(hooks)
 
 
 # ---- Helpers -------------------------------------------------------------------------------------
@@ -591,6 +515,10 @@ def _cast(module, own: Set[int], dtype, device):
 # ---- optimi's state dicts ------------------------------------------------------------------------
 
 
+#: names of states here -> optimi's
+_STATES = {"slow": "la_param", "previous": "prev_grad", "momentum_buffer": "exp_avg"}
+
+
 def _from_optimi(optimizer, state_dict):
     """Returns optimi's state dictionary in halfstep's terms: raw moments in float32, and residuals
     under their name here."""
@@ -609,38 +537,25 @@ def _from_optimi(optimizer, state_dict):
             if not old:
                 continue
             step = old.get("step", shared)
-            step = (
-                1.0 if step is None else float(step)
-            )  # Lion and SGD count nothing, and need no count
-            new = {"step": torch.tensor(step, dtype=torch.float32, device="cpu")}
+            step = 1.0 if step is None else float(step)  # Lion and SGD count nothing
+            new = {"step": layout.number(step, "step")}
             for s in rule.states:
-                there = {
-                    "slow": "la_param",
-                    "previous": "prev_grad",
-                    "momentum_buffer": "exp_avg",
-                }.get(s.name, s.name)
-                value = old.get(there)
-                if not isinstance(value, Tensor) or value.shape != p.shape:
+                value = old.get(_STATES.get(s.name, s.name))
+                if not holds(value, p.shape):
                     continue  # there is none, or a placeholder
                 if s.name == "slow":
                     new["slow"] = value.to(p.dtype)
-                elif s.name == "previous":
-                    new["previous"] = value.float().neg()
-                elif optimizer.rule in ("lion", "sgd"):
-                    new[s.name] = value.float()
-                else:
-                    new[s.name] = value.float() * (1.0 - betas[there] ** step)
-            weights = PLAIN[p.dtype]
-            residual = old["kahan_comp"]
-            if p.dtype in LOW and isinstance(residual, Tensor) and residual.shape == p.shape:
+                    continue
+                debiased = s.name in betas and rule.name != "lion"
+                factor = 1.0 - betas[s.name] ** step if debiased else 1.0
+                new[s.name] = value.float() * (-1.0 if s.name == "previous" else factor)
+            weights, residual = PLAIN[p.dtype], old["kahan_comp"]
+            if p.dtype in LOW and holds(residual, p.shape):
                 weights += "-kahan"
-                new["weight.extra"] = residual.to(p.dtype) * (
-                    2048 if p.dtype == torch.float16 else 1
-                )
-                if "slow" in new:
-                    new["slow.extra"] = torch.zeros(
-                        p.shape, dtype=p.dtype, device="cpu"
-                    )  # optimi has one residual for both
+                scale = 2048 if p.dtype == torch.float16 else 1
+                new["weight.extra"] = residual.to(p.dtype) * scale
+                if "slow" in new:  # optimi has one residual for both
+                    new["slow.extra"] = devices.zeros(p.shape, p.dtype)
             new["recipe"] = layout.recipe_number(f"{rule.name}/{weights}/f32")
             states[index] = new
     return {"state": states, "param_groups": groups}

@@ -15,7 +15,7 @@ import torch
 from .._states import foreign
 from .._tensors import sharding
 from ..optimizer import Optimizer, Params
-from ._arguments import arguments
+from ._common import arguments
 
 __all__ = ["Prodigy"]
 
@@ -76,29 +76,20 @@ class Prodigy(Optimizer):
     def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:
         """Makes one step. Raises RuntimeError if groups of one `d_group` have different learning
         rates, because their estimate has one. A learning rate of 0 leaves a group out."""
-        shared = {}
+        shared, state = {}, self._parts.groups.state
         for group in self.param_groups:
             shared.setdefault(sharding.number_of(group), []).append(group)
-        if any(
-            len({float(group["lr"]) for group in groups} - {0.0}) > 1 for groups in shared.values()
-        ):
+        rates = [{float(group["lr"]) for group in groups} for groups in shared.values()]
+        if any(len(some - {0.0}) > 1 for some in rates):
             raise RuntimeError(
                 "Setting different lr values in different parameter groups is only supported for"
                 " values of 0"
             )
         loss = super().step(closure)
         for groups in shared.values():
-            p = next(
-                (p for group in groups for p in group["params"] if self._parts.groups.state.get(p)),
-                None,
-            )
-            if p is not None:
-                told = {name: self.scalar(p, name) for name in _ESTIMATE}
+            stepped = [p for group in groups for p in group["params"] if state.get(p)]
+            for name in _ESTIMATE if stepped else ():
+                told = self.scalar(stepped[0], name)
                 for group in groups:
-                    group.update(
-                        {
-                            name: value or group["d0"] * (name != "d_numerator")
-                            for name, value in told.items()
-                        }
-                    )
+                    group[name] = told or group["d0"] * (name != "d_numerator")
         return loss

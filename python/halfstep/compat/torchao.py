@@ -21,7 +21,6 @@ its files. The interface is the same otherwise, with these differences:
 * Nothing is compiled, and states saved by torchao can be loaded.
 """
 
-import numbers
 from typing import Any, Callable, Dict, List, Optional, Tuple, Type
 
 import torch
@@ -32,7 +31,7 @@ from .._tensors import devices
 from ..offload import CPUOffload
 from ..optimizer import Optimizer, Params
 from ..rules import classes
-from ._arguments import arguments
+from ._common import arguments
 
 __all__ = [
     "Adam4bit",
@@ -69,11 +68,7 @@ class _LowBit(Optimizer):
         defaults = arguments(locals(), "block_size", "bf16_stochastic_round")
         if block_size is not None:
             finest = abi.formats[self._states].block
-            if (
-                isinstance(block_size, bool)
-                or not isinstance(block_size, numbers.Integral)
-                or block_size < 1
-            ):
+            if not abi.is_count(block_size, 1):
                 raise ValueError(
                     f"Invalid block_size: {block_size!r}, a positive whole number is needed"
                 )
@@ -229,9 +224,8 @@ def _own(optimizer_class):
     """Returns this package's class in place of torch's class of the same name."""
     if not optimizer_class.__module__.startswith("torch.optim"):
         return optimizer_class
-    found = {name.lower(): cls for name, cls in classes.items()}.get(
-        optimizer_class.__name__.lower()
-    )
+    name = optimizer_class.__name__.lower()
+    found = next((cls for own, cls in classes.items() if own.lower() == name), None)
     if found is None:
         raise ValueError(f"halfstep has no {optimizer_class.__name__}; known: {', '.join(classes)}")
     return found

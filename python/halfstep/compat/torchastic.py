@@ -28,7 +28,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .._settings.options import Options
 from ..accumulate import GradientAccumulator, complain
 from ..optimizer import Optimizer, Params
-from ._arguments import arguments
+from ._common import arguments
 
 __all__ = ["Compass", "RMSProp", "AdamW", "LPFAdamW", "StochasticAccumulator"]
 

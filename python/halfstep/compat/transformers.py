@@ -15,7 +15,7 @@ from .. import classes
 from .._library import abi
 from .._states import foreign
 from ..optimizer import Params
-from ._arguments import arguments
+from ._common import arguments
 
 __all__ = ["Adafactor"]
 

@@ -12,6 +12,11 @@ from inspect import isclass, signature
 from ..rules import classes
 
 
+def missing(module, error, packages):
+    """Returns the error for a module of this folder whose trainer cannot be imported."""
+    return ImportError(f"{module} needs {error.name}: pip install {packages}")
+
+
 def _nothing(text):
     if text not in ("None", "null"):
         raise ValueError
@@ -39,18 +44,16 @@ def _literal(text):
         return json.loads(text)
 
 
-def _sequence(text):
-    found = _literal(text)
-    if not isinstance(found, (list, tuple)):
-        raise ValueError
-    return found
+def _literal_of(*kinds):
+    """Returns a function that reads the text of a value of these classes."""
 
+    def read_literal(text):
+        found = _literal(text)
+        if not isinstance(found, kinds):
+            raise ValueError
+        return found
 
-def _mapping(text):
-    found = _literal(text)
-    if not isinstance(found, dict):
-        raise ValueError
-    return found
+    return read_literal
 
 
 def _name(text):
@@ -65,8 +68,8 @@ _READERS = (
     (int, _whole, "a whole number"),
     (float, float, "a number"),
     (bool, _boolean, "true or false"),
-    (Sequence, _sequence, "a list such as (0.9, 0.99)"),
-    (Mapping, _mapping, 'a mapping such as {"lr": 3e-4}'),
+    (Sequence, _literal_of(list, tuple), "a list such as (0.9, 0.99)"),
+    (Mapping, _literal_of(dict), 'a mapping such as {"lr": 3e-4}'),
     (str, _name, "a name"),
 )
 

@@ -11,16 +11,14 @@ from __future__ import annotations
 
 from typing import Any, Dict, List, Optional
 
-from ._text import read
+from ._text import missing, read
 from .transformers import EMACallback, class_of, factory
 
 try:
     from axolotl.integrations.base import BasePlugin
     from pydantic import BaseModel, Field, field_validator
 except ImportError as error:
-    raise ImportError(
-        f"halfstep.integrations.axolotl needs {error.name}: pip install axolotl"
-    ) from error
+    raise missing(__name__, error, "axolotl") from error
 
 __all__ = ["Arguments", "Plugin"]
 

@@ -86,9 +86,7 @@ class EMACallback(Callback):
             for name, trained in checkpoint[_TRAINED].items():
                 tensors[name].copy_(trained)
 
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         if trainer.global_step != self._step:  # not within accumulation
             self._step = trainer.global_step
             self.averages.update()

@@ -29,17 +29,14 @@ from .._weights8 import savers
 from ..optimizer import Optimizer, unwrapped
 from ..rules import class_and_options, classes
 from ._averages import Averages
-from ._text import read
+from ._text import missing, read
 
 try:
     from accelerate import PartialState
     from transformers import Trainer, TrainerCallback
     from transformers.trainer_callback import ExportableState
 except ImportError as error:
-    raise ImportError(
-        f"halfstep.integrations.transformers needs {error.name}: pip install transformers"
-        " accelerate"
-    ) from error
+    raise missing(__name__, error, "transformers accelerate") from error
 
 __all__ = ["EMACallback", "factory", "load_averages"]
 
@@ -216,16 +213,8 @@ class EMACallback(TrainerCallback, ExportableState):
         args = {"decay": averages.decay, **averages.options}
         return {"args": args, "attributes": {"folder": self.folder}}
 
-    def on_train_begin(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,
-        model: Optional[torch.nn.Module] = None,
-        optimizer: Optional[torch.optim.Optimizer] = None,
-        **kwargs: Any,
-    ) -> None:
-        saved = None
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        optimizer, saved = unwrapped(kwargs["optimizer"]), None
         if state.global_step:
             told = state.stateful_callbacks.get(type(self).__name__) or {}
             known = [
@@ -242,10 +231,9 @@ class EMACallback(TrainerCallback, ExportableState):
                     " out"
                 )
             saved = torch.load(found, map_location="cpu", weights_only=True)
-        self.averages.begin(model, unwrapped(optimizer), saved)
+        self.averages.begin(kwargs["model"], optimizer, saved)
         # The trainer calls these before it evaluates and before it trains.
-        inner = unwrapped(optimizer)
-        inner.eval, inner.train = self.averages.put_in, self.averages.take_out
+        optimizer.eval, optimizer.train = self.averages.put_in, self.averages.take_out
         trainer = _calling_trainer()
         for name in _EVALUATING:
             if hasattr(trainer, name) and name not in vars(trainer):
@@ -274,17 +262,10 @@ class EMACallback(TrainerCallback, ExportableState):
 
     on_predict = on_evaluate
 
-    def on_train_end(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,
-        model: Optional[torch.nn.Module] = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         best = state.best_model_checkpoint
         if best is not None and args.load_best_model_at_end:
-            self.ema.load_state_dict(load_averages(model, best))
+            self.ema.load_state_dict(load_averages(kwargs["model"], best))
         elif best is not None:
             warn(
                 f"the score of {best} is that of its averages, and its model is the weights that"

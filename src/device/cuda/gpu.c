@@ -106,8 +106,8 @@ static int load_images(struct hstep_gpu *g)
         return error;
     }
     if (!hstep_cuda_images[0].bytes)
-        return hstep_cuda_fail(HALFSTEP_ERROR_DEVICE, "this build of halfstep has no device code: build it with "
-                                                      "-DHALFSTEP_CUDA=ON (docs/gpu.md)");
+        return hstep_cuda_fail(HALFSTEP_ERROR_DEVICE,
+                               "this build of halfstep has no device code: " HSTEP_CUDA_MAKE_CODE);
     int error = HALFSTEP_ERROR_DEVICE;
     for (const struct hstep_cuda_image *i = hstep_cuda_images; error && i->bytes; i++)
         if (!i->compute || (i->compute / 10 == g->compute / 10 && i->compute <= g->compute))

@@ -3,4 +3,4 @@
 
 const struct hstep_cuda_image hstep_cuda_images[] = {{0, 0, 0, 0}};
 const char hstep_cuda_code[] = "";
-const char hstep_cuda_code_text[] = "none in this build (docs/gpu.md)";
+const char hstep_cuda_code_text[] = "none in this build; " HSTEP_CUDA_MAKE_CODE;
