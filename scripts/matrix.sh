@@ -1,7 +1,7 @@
 #!/bin/bash
-# matrix.sh BUILD [--keep] [NAME...]: tries the wheel in BUILD/dist with other torches and Pythons. Each list of tests/packages/matrix,
-# torch-VERSION-python-VERSION.txt, is an environment; NAME is one, or the first part of several ("torch-2.6"). An environment takes
-# up to 8 GB and is removed when it was tried, unless --keep. Makes the wheel if there is none.
+# matrix.sh BUILD [--keep] [NAME...]: tries the wheel in BUILD/dist with other torches and Pythons. Each row of
+# tests/packages/matrix/environments.txt is an environment, torch-VERSION-python-VERSION; NAME is one, or the first part of several
+# ("torch-2.6"). An environment takes up to 8 GB and is removed when it was tried, unless --keep. Makes the wheel if there is none.
 set -eu
 cd "$(dirname "$0")/.."
 build=$(mkdir -p "$1" && cd "$1" && pwd)
@@ -14,7 +14,8 @@ mkdir -p "$folder"
 
 # The oldest goes first and the others follow from the newest down, so that checkpoints go both ways: each environment resumes
 # those of all before it.
-mapfile -t all < <(cd tests/packages/matrix && printf '%s\n' torch-*.txt | sort -V | sed 's/\.txt$//' | { read -r oldest && echo "$oldest" && tac; })
+rows=tests/packages/matrix/environments.txt
+mapfile -t all < <(sed -nE 's/^([0-9.]+) torch==([0-9.]+) .*/torch-\2-python-\1/p' $rows | { read -r oldest && echo "$oldest" && tac; })
 names=()
 for word in "${@:-torch-}"; do
     found=()
@@ -56,12 +57,15 @@ enclosed() {
 # Makes the environment, or prints why it cannot be made.
 install() {
     local name=$1 program
+    # Packages of the row, a line each, below the date.
+    sed -nE "/^# date/p; s/^${name##*-} (torch==$(cut -d- -f2 <<<"$name") .*)/\1/p" $rows | sed '/^#/!s/ /\n/g' >"$folder/$name.in"
     program=$(python_of "${name##*-}") || { echo "this machine has no Python ${name##*-} with venv" && return 1; }
     [ "$(df --output=avail -B 1G "$folder" | tail -n 1)" -ge 12 ] || { echo "less than 12 GB of disk are free" && return 1; }
     # A machine's own pip.conf may cap torch.
     "$program" -m venv "$folder/$name" &&
+        PIP_FIND_LINKS= bash scripts/pins.sh --lock "$folder/$name.txt" "$folder/$name.in" "${name##*-}" --only-binary :all: >"$folder/log" 2>&1 &&
         PIP_CONSTRAINT=/dev/null "$folder/$name/bin/python" -m pip install --disable-pip-version-check --quiet --no-deps --require-hashes \
-            --only-binary :all: --cache-dir "$folder/cache" -r "tests/packages/matrix/$name.txt" >"$folder/log" 2>&1 ||
+            --only-binary :all: --cache-dir "$folder/cache" -r "$folder/$name.txt" >"$folder/log" 2>&1 ||
         { tail -n 1 "$folder/log" && return 1; }
 }
 

@@ -3,16 +3,31 @@
 # A list NAME.txt beside NAME.in is made of it: what NAME.in names, and what that draws in. It keeps its versions while they fit;
 # to change one, change it in NAME.txt. Other lists are complete by hand: a line NAME==VERSION each. The machine's pip must find the CPU
 # build of torch, by PIP_FIND_LINKS, which gets a hash beside the files of the index.
+#
+# pins.sh --lock FILE LIST PYTHON ARGUMENT...: writes such a list into FILE, which is not part of the tree, for a version of Python. LIST
+# says what is asked for, and on its line "# date: YYYY-MM-DD" a day: files that the index got after it do not count. Does nothing if FILE
+# is newer than LIST. Arguments go to uv.
 set -eu
 export LC_ALL=C # ranges such as [A-Z] and the order of sort follow the language otherwise
 cd "$(dirname "$0")/.."
-[ $# != 0 ] || set -- $(git ls-files '*requirements.txt' 'scripts/pins/*.txt')
+lock=
+if [ "${1:-}" = --lock ]; then
+    lock=$2 asked=$3 python_version=$4
+    shift 4
+    [ ! "$lock" -nt "$asked" ] || exit 0
+    date=$(sed -nE 's/^# date: (20[0-9]{2}-[0-9]{2}-[0-9]{2})$/\1/p' "$asked")
+    [ -n "$date" ] || { echo "pins.sh: $asked has no line '# date: YYYY-MM-DD'" >&2 && exit 1; }
+fi
+[ -n "$lock" ] || [ $# != 0 ] || set -- $(git ls-files '*requirements.txt' 'scripts/pins/*.txt')
 bash scripts/venv.sh build/pins scripts/pins/uv.txt
 python=build/pins/bin/python
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
-# compile ARGUMENT...: runs uv for the oldest Python that the lists are used with.
-compile() { "$python" -m uv pip compile --quiet --no-header --generate-hashes --python-version 3.11 "$@"; }
+# compile ARGUMENT...: runs uv for a version of Python, else for the oldest that the lists of the tree are used with.
+compile() {
+    "$python" -m uv pip compile --no-progress --no-header --generate-hashes --python-version "${python_version:-3.11}" "$@" 2>"$scratch/log" ||
+        { cat "$scratch/log" >&2 && return 1; }
+}
 
 # torch FILE: gives torch in a list the hashes of the CPU build and of the index's files for other systems. pip would take the index's
 # file for Linux, a CUDA build, before a file without a known hash.
@@ -20,7 +35,7 @@ torch() {
     local version
     version=$(sed -nE 's/^torch==([0-9.]+)\+.*/\1/p' "$1")
     if [ -z "$version" ]; then
-        ! grep '^torch==' "$1" >/dev/null || { echo "pins.sh: pip offers no CPU build of torch; set PIP_FIND_LINKS to a folder or page that has it" >&2 && exit 1; }
+        [ -n "$lock" ] || ! grep '^torch==' "$1" >/dev/null || { echo "pins.sh: pip offers no CPU build of torch; set PIP_FIND_LINKS to a folder or page that has it" >&2 && exit 1; }
         return 0
     fi
     [ -d "$scratch/torch" ] || "$python" -m pip download --quiet --no-deps -d "$scratch/torch" "torch==$version" 2>/dev/null
@@ -38,6 +53,16 @@ torch() {
 }
 
 export UV_FIND_LINKS=${PIP_FIND_LINKS:-}
+if [ -n "$lock" ]; then
+    if ! compile --no-annotate --exclude-newer "$date" "$@" "$asked" >"$scratch/lock.txt" 2>"$scratch/said"; then
+        grep -q "missing an upload date" "$scratch/said" || { cat "$scratch/said" >&2 && exit 1; }
+        echo "pins.sh: the index has no dates of its files; the versions that $asked names count alone" >&2
+        compile --no-annotate "$@" "$asked" >"$scratch/lock.txt"
+    fi
+    torch "$scratch/lock.txt"
+    mv "$scratch/lock.txt" "$lock"
+    exit 0
+fi
 for list; do
     source=${list%.txt}.in
     sed '/^[^#]/,$d' "$list" >"$scratch/list"

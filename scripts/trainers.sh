@@ -9,7 +9,7 @@ shift
 write=
 [ "${1:-}" != --write ] || { write=--write && shift; }
 all=(main)
-for list in tests/trainers/*/requirements.txt; do
+for list in tests/trainers/*/requirements.in; do
     all+=("$(basename "$(dirname "$list")")")
 done
 [ $# != 0 ] || set -- "${all[@]}"
@@ -23,10 +23,11 @@ for name; do
     rm -f "$HALFSTEP_CELLS"
     if [ "$name" = main ]; then
         bash tests/tools/run_python.sh -m cell tests/python || status=1
-    elif [ ! -e "tests/trainers/$name/requirements.txt" ]; then
+    elif [ ! -e "tests/trainers/$name/requirements.in" ]; then
         echo "unknown environment '$name'; known: ${all[*]}" >&2
         exit 2
-    elif bash scripts/venv.sh "$build/trainers/$name" "tests/trainers/$name/requirements.txt"; then
+    elif bash scripts/pins.sh --lock "$build/trainers/$name.txt" "tests/trainers/$name/requirements.in" 3.11 --no-deps &&
+        bash scripts/venv.sh "$build/trainers/$name" "$build/trainers/$name.txt"; then
         HALFSTEP_LIBRARY=$build/libhalfstep.so HALFSTEP_IO_LIBRARY=$build/libhalfstep_io.so PYTHONPATH=python OMP_NUM_THREADS=1 \
             "$build/trainers/$name/bin/python" -m pytest -q -rs -p no:cacheprovider "tests/trainers/$name" || {
             echo "     reproduce: bash scripts/trainers.sh $build $name"

@@ -648,9 +648,7 @@ class Optimizer(torch.optim.Optimizer):
         """Reads a file of save_safetensors(), or of halfstep_write_optimizer() in C. Parameters are
         matched by name. If the file holds weights too, they go into the parameters."""
         store = self._parts.cache.store
-        state_dict, generator, weights = files.load(self._parts, path, store is not None)
-        for group in state_dict["param_groups"]:
-            group["generator"] = generator
+        state_dict, weights = files.load(self._parts, path, store is not None)
         if store is not None and store.takes(state_dict["state"]):
             store.load(path, state_dict, self.load_state_dict)
         else:

@@ -540,7 +540,7 @@ def plan(
         class_and_options(recipe)  # refuses ema, which trains nothing
         recipe = abi.recipe_full(recipe)
         rule = abi.rules[recipe.split("/")[0]]
-        products = kernels and has_products(rule)
+        streamed = kernels and has_products(rule)  # what CPUOffload does with its matrices
         if not kernels and has_products(rule):
             notes[
                 f"The times leave out the products of {rule.name}, which the processor makes."
@@ -578,16 +578,16 @@ def plan(
         )
         found = _ways(one, sums, limit, bus, host, device, not rule.totals)
         if device_memory is not None:
-            if products or not kernels:  # CPUOffload does as StateStreaming with products
+            if streamed or not kernels:  # streamed is as with StateStreaming
                 found = [x for x in found if x.way.startswith("CPUOffload") == (not kernels)]
             rows += found if isinstance(recipes, str) else [min(found, key=_preference)]
             continue
         way = "GPU"
         if offload:
-            way = "StateStreaming" if products and not store else "CPUOffload"
+            way = "StateStreaming" if streamed and not store else "CPUOffload"
         if release:
             way += ", gradient_release"
-        elif offload == "gradients" and not products:
+        elif offload == "gradients" and not streamed:
             way += ", offload_gradients"
         row = next(row for row in found if row.way == way)
         row = replace(row, way="", seconds=None, hidden=False)
@@ -595,7 +595,7 @@ def plan(
             pieces = {"host": sums.memory + row.copied} if offload else {"states": sums.memory}
             disk = {"disk": 2 * sums.stored, "read": sums.read, "written": sums.written}
             row = _sized(row, limit, **{"extras": 0, "states": 0, **pieces, **disk})
-        elif overlap and not products and not rule.two_pass:
+        elif overlap and not streamed and not rule.two_pass:
             ahead = sums.weights + sums.weight_extras + sums.states
             ahead = ahead if overlap is True else min(ahead, overlap)
             row = replace(row, ahead=ahead, host=row.host + ahead)

@@ -97,6 +97,7 @@ static struct {
     int call, kind, error, from_on, who; /* -1: any */
     uint64_t at;
     _Atomic uint64_t seen, struck;
+    atomic_int polish;
 } plan;
 
 static atomic_int recording, held;
@@ -303,9 +304,11 @@ static int who_of(const char *name)
 int inject_arm(const char *fault)
 {
     atomic_store(&plan.armed, 0);
+    atomic_store(&plan.polish, fault && !strcmp(fault, "POLISH"));
     if (!fault) return 1;
     atomic_store(&plan.seen, 0);
     atomic_store(&plan.struck, 0);
+    if (atomic_load(&plan.polish)) return 1;
     char text[128], *end, *rest = text;
     if (strlen(fault) >= sizeof text) return 0;
     strcpy(text, fault);
@@ -512,6 +515,25 @@ char *DEFINED(strdup)(const char *text)
     return copy ? memcpy(copy, text, bytes) : NULL;
 }
 
+/* Returns the error of a call that only polishes, if the fault is POLISH: a mode, a link, a sync of a folder. Some
+ * network file systems also say of a folder that it cannot be made, but not that it is there. */
+static int unpolished(enum inject_call call, const char *path, const char *second, int fd)
+{
+    (void)second;
+    if (!atomic_load_explicit(&plan.polish, memory_order_acquire)) return 0;
+    int error = 0, before = errno;
+    struct stat status;
+    inject_hold(1);
+    if (call == INJECT_fchmod || call == INJECT_chmod || call == INJECT_link || call == INJECT_symlink) error = EPERM;
+    if (call == INJECT_fsync && !fstat(fd, &status) && S_ISDIR(status.st_mode)) error = EINVAL;
+    if (call == INJECT_mkdir && !stat(path, &status)) error = EACCES;
+    inject_hold(0);
+    errno = error ? error : before;
+    if (error) atomic_fetch_add(&plan.struck, 1);
+    return error;
+}
+
+#define UNPOLISHED(...) unpolished(__VA_ARGS__)
 #define CALL(kind, name, result, parameters, arguments, said_of_it, failed, errors) \
     DECLARE_REAL(result, name, parameters)                                          \
     result DEFINED(name) parameters;                                                \
@@ -519,6 +541,7 @@ char *DEFINED(strdup)(const char *text)
     {                                                                               \
         FIND_REAL(name);                                                            \
         struct call call = strike(INJECT_##name, CALLER);                           \
+        if (!call.error) call.error = UNPOLISHED(INJECT_##name, UNPACK said_of_it); \
         int error = call.error;                                                     \
         if (error) {                                                                \
             SAY(said_of_it, 0);                                                     \
@@ -719,7 +742,7 @@ __attribute__((constructor)) static void begin(void)
         syscall(SYS_close, fd);
     }
     if (fault && !inject_arm(fault)) {
-        static const char text[] = "faults: HSTEP_FAULT is not NAME:ERROR:K[+][:WHO]\n";
+        static const char text[] = "faults: HSTEP_FAULT is neither NAME:ERROR:K[+][:WHO] nor POLISH\n";
         syscall(SYS_write, 2, text, sizeof text - 1);
         _exit(99);
     }

@@ -20,7 +20,9 @@ extern const char *const inject_errors[INJECT_CALLS + 1];
 
 /* Arms one fault: "NAME:ERROR:K[+][:WHO]". The K-th call of NAME (or of a kind, such as FILES) from now on fails with
  * ERROR; with "+", all later ones too. WHO is the caller's module: ours, jansson, onednn, zlib, openmp, python, libc,
- * other (default: any). Returns 0 if the text is invalid. NULL disarms. */
+ * other (default: any). "POLISH" is the fault of some network file systems, where every call that only polishes fails:
+ * modes, links, syncs of folders, and a folder that is there cannot be made. Returns 0 if the text is invalid. NULL
+ * disarms. */
 int inject_arm(const char *fault);
 /* Between inject_hold(1) and inject_hold(0) nothing fails and nothing counts. */
 void inject_hold(int on);

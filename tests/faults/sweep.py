@@ -430,6 +430,8 @@ def faults_of(scenario, short, only_who):
                 for plus in [("", "+")[turn // 2 % 2]] if short else ("", "+"):
                     yield f"{name}:{error}:{number}{plus}:{who}"
             turn += 1
+    if (scenario.goes_on or scenario.files) and not only_who:
+        yield "POLISH"
     if scenario.goes_on and not only_who:
         files = sum(
             len(n)

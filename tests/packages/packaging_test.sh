@@ -19,8 +19,8 @@ unpinned() {
         { for (i = 1; i <= NF; i++) hashes += $i ~ /^--hash=sha256:[0-9a-f]+$/ && length($i) == 78 }
         END { finish() }' "$@"
 }
-mapfile -t lists < <(git ls-files '*requirements*.txt' 'scripts/pins/*.txt' 'tests/packages/matrix/*.txt')
-[ ${#lists[@]} -ge 8 ] || fail "found only the lists ${lists[*]}"
+mapfile -t lists < <(git ls-files '*requirements*.txt' 'scripts/pins/*.txt')
+[ ${#lists[@]} -ge 7 ] || fail "found only the lists ${lists[*]}"
 found=$(unpinned "${lists[@]}")
 [ -z "$found" ] || fail "$found; scripts/pins.sh writes hashes"
 hash=$(printf '%064d' 0)
@@ -37,6 +37,16 @@ for list in "${lists[@]}"; do
     done
 done
 echo "ok   every version in ${#lists[@]} lists of Python packages has hashes"
+
+# Lists of trainers and of the matrix get their hashes when they are used (scripts/pins.sh --lock), so they need a date and versions.
+mapfile -t asked < <(git ls-files 'tests/trainers/*/requirements.in' tests/packages/matrix/environments.txt)
+[ ${#asked[@]} -ge 7 ] || fail "found only ${asked[*]}"
+for list in "${asked[@]}"; do
+    [ "$(grep -cE '^# date: 20[0-9]{2}-[0-9]{2}-[0-9]{2}$' "$list")" = 1 ] || fail "$list has no line '# date: YYYY-MM-DD'"
+    found=$(grep -vE '^(#|[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.]*$|[0-9.]+ torch==[0-9.]+ pytest)' "$list" || true)
+    [ -z "$found" ] || fail "$list asks for a package without its version: $found"
+done
+echo "ok   ${#asked[@]} lists that are locked on demand have a date, and versions"
 
 # downloads FILE...: prints commands that fetch something, but for pip with hashes, without an index or without network. A file may
 # have a function pip of its own, of which the definition counts.
@@ -57,7 +67,7 @@ downloads() {
 purpose='^(
 packaging/try\.sh|         what the pip of a user does, with the newest torch
 tests/packages/packaging_test\.sh|   its own patterns
-(scripts/pins\.sh|tests/packages/matrix/pin\.py)|  hashes of what they fetch go into lists
+scripts/pins\.sh|           hashes of what they fetch go into lists
 scripts/venv\.sh|            tested below
 bench/install\.py|           its measure
 tests/python/[a-z]+/test_(files_of_others|integrations|publishing)\.py|  error texts that say what to install

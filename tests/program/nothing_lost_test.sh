@@ -2,7 +2,7 @@
 # Tests the trainer's promises about work. A run that ends well has left a checkpoint that loads. Nothing that existed
 # before is lost, and every failure on the way is reported. Arguments: the names of tests; none: all.
 . "$(dirname "$0")/../tools/lib.sh"
-need python3 timeout cc
+need python3 timeout
 halfstep=$build_dir/halfstep
 [ -x "$halfstep" ] || skip "$halfstep is not built"
 data=$source_dir/data/demo.txt
@@ -38,32 +38,30 @@ wait_for() {
     bad "waited in vain for: $1"
 }
 
-# with_fault LIBRARY AT WORDS...: runs the program while one allocation fails. faults LIBRARY WORDS...: prints how many
-# allocations there are.
+# with_fault FAULT WORDS...: runs the program while calls fail (tests/faults/inject.c). faults WHO WORDS...: counts the allocations of
+# a module.
 with_fault() {
-    local library=$1 at=$2
-    shift 2
-    timeout 240 env FAULT_IN="$library" FAULT_AT="$at" FAULT_COUNT="$scratch/count" LD_PRELOAD=../faults.so "$halfstep" "$@" 2>err
+    timeout 240 env HSTEP_FAULT="$1" LD_PRELOAD=libfaults.so LD_LIBRARY_PATH="$build_dir/tests" "$halfstep" "${@:2}" 2>err
 }
 faults() {
-    with_fault "$1" 0 "${@:2}" >whole || bad "$* fails without a fault: $(head -c 300 err)"
-    count=$(cat "$scratch/count")
-    [ "$count" -gt 10 ] || bad "$*: only $count allocations of \"$1\" can fail"
+    rm -f calls
+    HSTEP_FAULT_LOG=calls with_fault MEMORY:ENOMEM:1000000:"$1" "${@:2}" >whole || bad "$* fails without a fault: $(head -c 300 err)"
+    count=$(awk -v who="$1" '$3 == who && $2 ~ /alloc|memalign|strdup|mmap/ { n++ } END { print n + 0 }' calls)
+    [ "$count" -gt 10 ] || bad "$*: only $count allocations of $1 can fail"
 }
-# Each test preloads ../faults.so, because the loader takes a blank or a colon in an absolute path for the end of a name.
-cc -shared -fPIC -O1 -o "$scratch/faults.so" "$source_dir/tests/faults/preload.c" || skip "no library can be preloaded here"
+[ -e "$build_dir/tests/libfaults.so" ] || skip "$build_dir/tests/libfaults.so is not built"
 
 # ---- Memory ----
 
 # Printed JSON is whole, or the exit status is not 0.
 json_without_memory() {
     lm --steps 2 --checkpoint run >out
-    for library in jansson ""; do
+    for library in jansson ours; do
         faults "$library" inspect run --json
         for ((at = 1; at <= count; at += 7)); do
             got=0
-            with_fault "$library" $at inspect run --json >some || got=$?
-            [ $got = 1 ] || { [ $got = 0 ] && cmp -s some whole; } || bad "allocation $at of \"$library\": exit $got, other output"
+            with_fault MEMORY:ENOMEM:$at:$library inspect run --json >some || got=$?
+            [ $got = 1 ] || { [ $got = 0 ] && cmp -s some whole; } || bad "allocation $at of $library: exit $got, other output"
         done
     done
 }
@@ -72,19 +70,19 @@ json_without_memory() {
 saves_without_memory() {
     lm --steps 3 --checkpoint start >out
     lm --steps 6 --json >reference.json
-    for library in "" jansson; do
+    for library in ours jansson; do
         rm -rf run && cp -r start run
         faults "$library" train lm --resume --checkpoint run --steps 4 --quiet --json
         for ((at = 1; at <= count; at += 11)); do
             rm -rf run && cp -r start run
             got=0
-            with_fault "$library" $at train lm --resume --checkpoint run --steps 4 --quiet --json >out || got=$?
-            [ $got -le 1 ] || bad "allocation $at of \"$library\": exit $got: $(head -c 300 err)"
-            step=$(step_of run) || bad "allocation $at of \"$library\": exit $got, and no checkpoint"
-            [ $got = 1 ] || [ "$step" = 4 ] || bad "allocation $at of \"$library\": exit 0, but step $step was saved"
-            resume --checkpoint run --steps 6 --json >rest.json || bad "allocation $at of \"$library\": exit $got, and no way back"
+            with_fault MEMORY:ENOMEM:$at:$library train lm --resume --checkpoint run --steps 4 --quiet --json >out || got=$?
+            [ $got -le 1 ] || bad "allocation $at of $library: exit $got: $(head -c 300 err)"
+            step=$(step_of run) || bad "allocation $at of $library: exit $got, and no checkpoint"
+            [ $got = 1 ] || [ "$step" = 4 ] || bad "allocation $at of $library: exit 0, but step $step was saved"
+            resume --checkpoint run --steps 6 --json >rest.json || bad "allocation $at of $library: exit $got, and no way back"
             [ "$(value rest.json state_hash)" = "$(value reference.json state_hash)" ] ||
-                bad "allocation $at of \"$library\": exit $got, and other bits"
+                bad "allocation $at of $library: exit $got, and other bits"
         done
     done
 }
@@ -94,10 +92,10 @@ saves_without_memory() {
 no_memory_is_no_usage() {
     local alone=0
     words=(compare lm "${small[@]:2}" --steps 1 --recipes "adamw/f32,adamw/bf16:beta1=0.8" --out report)
-    faults "" "${words[@]}"
+    faults ours "${words[@]}"
     for ((at = 1; at <= count; at += 5)); do
         got=0
-        with_fault "" $at "${words[@]}" >out || got=$?
+        with_fault MEMORY:ENOMEM:$at:ours "${words[@]}" >out || got=$?
         [ $got -le 1 ] || bad "allocation $at: exit $got: $(head -c 300 err)"
         ! grep -q -e --help err || bad "allocation $at: $(head -c 300 err)"
         ! grep -q ': 1 of 2 runs failed; .*: out of memory' err || alone=$((alone + 1))
@@ -138,7 +136,7 @@ the_limit_of_memory_is_named() {
 
 # Modes, links and syncs of folders are polish. Without them everything is saved, and only the links get a note.
 without_polish() {
-    polished() { timeout 240 env FAULT_POLISH=1 LD_PRELOAD=../faults.so "$halfstep" "$@" 2>err; }
+    polished() { with_fault POLISH "$@"; }
     mkdir run report
     polished "${small[@]}" --steps 6 --checkpoint run --checkpoint-every 2 --log log.csv >out || bad "train: $(cat err)"
     ! grep -v '^note: the checkpoint is saved, but .*cannot make a link' err || bad "train says this"
@@ -347,8 +345,7 @@ a_log_that_cannot_be_read_is_kept() {
     cp log.csv before.csv
     for line in 1 2 12; do
         got=0
-        timeout 240 env FAULT_LINE=$line LD_PRELOAD=../faults.so "$halfstep" train lm --resume --quiet --checkpoint run \
-            --steps 24 >out 2>err || got=$?
+        with_fault fgets:EIO:$line train lm --resume --quiet --checkpoint run --steps 24 >out || got=$?
         [ $got = 1 ] && grep -q 'log.csv: Input/output error' err || bad "line $line: exit $got: $(head -c 300 err)"
         cmp -s log.csv before.csv || bad "line $line: $(wc -l <log.csv) of 21 lines are left"
     done

@@ -1,8 +1,8 @@
 """Small models and comparisons for the tests of trainers, which run in several environments."""
 
 import os
-import re
 
+import documents
 import torch
 from torch import nn
 
@@ -17,10 +17,7 @@ EXACT = {"weights": "f32", "states": "f32"}
 
 def blocks(title, language):
     """Returns the code blocks of a language in a section of docs/frameworks.md."""
-    with open(os.path.join(ROOT, "docs", "frameworks.md"), encoding="utf-8") as file:
-        sections = re.split(r"^##+ ", file.read(), flags=re.M)
-    (section,) = (s for s in sections if s.splitlines()[0] == title)
-    return re.findall(rf"^```{language}\n(.*?)^```", section, flags=re.M | re.S)
+    return [block.text for block in documents.blocks("docs/frameworks.md", language, title)]
 
 
 def tiny(seed=0, dtype=torch.bfloat16):

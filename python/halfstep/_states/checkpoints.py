@@ -288,10 +288,7 @@ def _read(path, parts):
             f"halfstep: {path} is a file of store=, which one optimizer has as its own: make one"
             " with store= and this file, and save its state_dict()"
         )
-    found, generator, _ = files.load(parts, path, advice=_KNOWN)
-    for group in found["param_groups"]:
-        group["generator"] = generator
-    return found
+    return files.load(parts, path, advice=_KNOWN)[0]
 
 
 # ---- States for an optimizer ---------------------------------------------------------------------

@@ -294,9 +294,9 @@ def damaged(path, error, advice):
 
 
 def load(parts, path, numbers=False, advice=_OWN):
-    """Reads a file for the optimizer that has these parts. Returns the state dictionary, the
-    generator, and (parameter, weight) for each weight in the file. `numbers`: states have their
-    numbers only. `advice` ends the error for a file that cannot be read."""
+    """Reads a file for the optimizer that has these parts. Returns the state dictionary, and
+    (parameter, weight) for each weight in the file. `numbers`: states have their numbers only.
+    `advice` ends the error for a file that cannot be read."""
     from safetensors import SafetensorError
 
     try:
@@ -321,6 +321,8 @@ def _load(parts, path, numbers):
                 f"halfstep: {path} is of the rule {rule!r}, this optimizer of {_rules(groups)!r};"
                 " make it with the rule of the file"
             )
+        generator = _needed(metadata, "generator", path)
+        abi.check_choice("generator", generator, f" in {path}")
         planes, weight_keys, weights = defaultdict(list), {}, []
         for key in file.keys():
             name, _, plane = key.rpartition("/")
@@ -359,12 +361,11 @@ def _load(parts, path, numbers):
             saved["skipped_steps"] = parsed(metadata, "skipped_steps", count, path)
             saved["last_norm"] = parsed(metadata, "gradient_norm", number, path)
             saved["seed"] = parsed(metadata, "seed", count, path)
+            saved["generator"] = generator
             if source is not None:  # a group without parameters continues none of the file
                 saved["group_steps"] = parsed(metadata, f"group.{source}.steps", count, path)
                 _take_hypers(groups, saved, metadata, source, path)
-        generator = _needed(metadata, "generator", path)
-        abi.check_choice("generator", generator, f" in {path}")
-    return found, generator, weights
+    return found, weights
 
 
 def _take_hypers(groups, saved, metadata, source, path):

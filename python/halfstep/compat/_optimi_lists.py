@@ -215,9 +215,8 @@ def _step(name, given, states, hypers, *, before=_SETTLED, full=0, writes=None, 
     for batch in filter(None, batches):
         # A single tensor gets its id at each call, so that one handle serves all tensors of its
         # structure. For long lists that is slow.
-        ids = [item.identity[0] for item in batch]
-        first, one = (ids[0], [0]) if len(batch) == 1 else (0, ids)
-        members = tuple((identity, *item.structure) for identity, item in zip(one, batch))
+        alone = batch[0].identity[0] if len(batch) == 1 else 0
+        members = tuple((0 if alone else item.identity[0], *item.structure) for item in batch)
         lists = _lists(name, members, hypers.get("momentum", 1.0) != 0.0)
         lists.set(**hypers)
         lists.work(torch.get_num_threads())
@@ -226,7 +225,7 @@ def _step(name, given, states, hypers, *, before=_SETTLED, full=0, writes=None, 
             lists.weights[i] = item.param.data_ptr() or 1
             lists.gradients[i] = item.grad.data_ptr() or 1
             count = item.identity[1] if writes is None else writes
-            lists.count(i, id=first, state_steps=before, full_steps=full, writes=count)
+            lists.count(i, id=alone, state_steps=before, full_steps=full, writes=count)
             item.load()
         code = calls.run(lists, calls.all_tensors(lists.weights, lists.gradients, micro))
         for item in batch:
@@ -582,6 +581,11 @@ def sgd(
 ):
     """Makes one step of SGD on lists of tensors; see `adam`. Without momentum `exp_avgs` is not
     used, and a micro-step is refused, because it would drop the gradients."""
+    if optimizer_accumulation and not momentum:
+        raise ValueError(
+            "halfstep: sgd without momentum keeps no gradients, so a micro-step would lose them;"
+            " give momentum="
+        )
     hypers = _hypers("sgd", locals())
     hypers["dampening"] = float(momentum) if dampening else 0.0
     _step("sgd", locals(), [exp_avgs] if momentum else [], hypers)

@@ -7,6 +7,7 @@ import os
 import pkgutil
 import re
 
+import documents
 import pytest
 import torch
 from conftest import warnings_are
@@ -75,6 +76,10 @@ def text_of(page):
 
 def section(page, heading):
     return text_of(page).split(f"\n## {heading}\n")[1].split("\n## ")[0]
+
+
+def blocks_of(page, heading):
+    return documents.blocks(f"docs/coming-from/{page}.md", "python", heading)
 
 
 def rows(page):
@@ -184,7 +189,7 @@ def codes_in_the_text():
     """Returns code outside of tables: calls in sentences, and blocks under the first heading."""
     found = []
     for page in PAGES:
-        found += re.findall(r"```python\n(.*?)```", section(page, HEADINGS[0]), re.S)
+        found += [block.text for block in blocks_of(page, HEADINGS[0])]
         found += re.findall(r"`(halfstep\.\w+\(model[^`]+\))`", text_of(page).replace("\n", " "))
     return found
 
@@ -260,8 +265,7 @@ def test_checkpoint(page, monkeypatch, tmp_path):
     """Runs the lines that carry a checkpoint over, and makes a step after them."""
     if page not in NOT_INSTALLED:
         pytest.importorskip(re.match(r"(?:from|import) (\w+)", rows(page)[0][0][0])[1])
-    blocks = re.findall(r"```python\n(.*?)```", section(page, HEADINGS[3]), re.S)
-    assert len(blocks) == 1
+    (block,) = blocks_of(page, HEADINGS[3])
     with surroundings(monkeypatch, tmp_path):
         model, state = saved_by(page)
         torch.save(state, "optimizer.pt")
@@ -272,7 +276,7 @@ def test_checkpoint(page, monkeypatch, tmp_path):
             if "optimizer" in script.names:
                 break
         script.names["model"].load_state_dict(model.state_dict())
-        exec(blocks[0], script.names)
+        block.run(script.names)
         optimizer, p = script.names["optimizer"], script.names["model"][1].weight
         steps = state["param_groups"][0].get("step", 0) if page == "transformer-engine" else 0
         steps = steps or float(next(iter(state["state"].values())).get("step", 2))
@@ -286,7 +290,7 @@ def test_checkpoint(page, monkeypatch, tmp_path):
 def test_master_weights(monkeypatch, tmp_path):
     """The lines of the page on TransformerEngine bring back every bit of master weights, saved in
     fp32 and as remainders."""
-    block = re.findall(r"```python\n(.*?)```", section("transformer-engine", HEADINGS[3]), re.S)[0]
+    (block,) = blocks_of("transformer-engine", HEADINGS[3])
     with surroundings(monkeypatch, tmp_path):
         for remainders in (False, True):
             model, state = saved_by("transformer-engine")
@@ -299,7 +303,7 @@ def test_master_weights(monkeypatch, tmp_path):
                     held["master_param"] = low.to(torch.int16)
             torch.save(state, "optimizer.pt")
             optimizer = halfstep.AdamW(model.named_parameters(), weights="bf16-ecc16", states="f32")
-            exec(block, {"torch": torch, "optimizer": optimizer})
+            block.run({"torch": torch, "optimizer": optimizer})
             for i, p in enumerate(model.parameters()):
                 found = optimizer.read_weight(p)
                 assert torch.equal(found.view(torch.int32), wanted[i].view(torch.int32)), i

@@ -1,4 +1,5 @@
-"""Tests that the site's page of recipes has every rule and format, and the bytes of plan()."""
+"""Tests that the site's page of recipes has every rule and format, and the bytes of plan().
+docs/choosing.md has the bytes of plan(), too."""
 
 import pathlib
 import re
@@ -6,6 +7,7 @@ import sys
 
 import pytest
 from common import ROOT
+from documents import text_of
 
 import halfstep
 from halfstep._library import abi
@@ -87,3 +89,43 @@ def test_ranges_are_those_of_the_formats():
     assert ranges["f32"] == ("3.403e38", "2⁻¹⁴⁹")
     assert ranges["bf16"] == ("3.39e38", "2⁻¹³³")
     assert ranges["f16"] == ("65504", "2⁻²⁴")
+
+
+# ---- docs/choosing.md ----------------------------------------------------------------------------
+
+
+def recipe_rows(text):
+    """Returns the recipe of each row of the table of recipes, with its bytes without and with
+    release, by the row's anchor. Rows with several recipes or none are left out."""
+    row = r'^\| <a id="([^"]+)"></a>`([^`…]+)` \| [^|]*\| ([\d.]+) \| ([\d.]+) \|'
+    found = re.findall(row, text, re.M)
+    return {
+        anchor: (recipe if recipe.startswith("muon") else f"adamw/{recipe}", plain, released)
+        for anchor, recipe, plain, released in found
+    }
+
+
+def test_the_table_of_recipes_has_the_bytes_of_plan():
+    text = text_of("docs/choosing.md")
+    rows = recipe_rows(text)
+    assert len(rows) > 10
+    for recipe, *bytes_said in rows.values():
+        # Release leaves the gradient of one layer.
+        shapes = {f"{i}": (64, 4096) for i in range(10000)}
+        for release, said in zip((False, True), bytes_said):
+            (row,) = halfstep.plan(shapes, recipes=[recipe], release=release).rows
+            assert row.total / (10000 * 64 * 4096) == pytest.approx(float(said), abs=0.0051), recipe
+
+
+def test_the_questions_end_at_the_recipe_that_they_name():
+    """Each link of the tree leads to the row of the recipe that it names. The bytes beside it are
+    the row's."""
+    text = text_of("docs/choosing.md")
+    tree = text.split("## Follow the questions")[1].split("## In one table")[0]
+    ends = re.findall(r"\[`([^`]+)`\]\(#(row-[^)]+)\)([^|\n]*)\| *([\d.]+)? *", tree)
+    assert len(ends) > 12
+    for recipe, anchor, rest, total in ends:
+        named, plain, released = recipe_rows(text)[anchor]
+        assert named == recipe
+        if total not in ("2", "4", ""):  # states elsewhere
+            assert total == (released if "release" in rest else plain), recipe

@@ -3,9 +3,9 @@ The codes are those of a reference here."""
 
 import json
 import os
-import re
 import subprocess
 
+import documents
 import numpy
 import pytest
 import torch
@@ -25,12 +25,9 @@ def convert(*words):
     return result.stdout
 
 
-def reader_of_the_page(name="formats.md", function="packed_weights"):
-    with open(os.path.join(ROOT, "docs", name), encoding="utf-8") as page:
-        (code,) = re.findall(r"```python\n(import json\nimport numpy\n.*?)```", page.read(), re.S)
-    given = {}
-    exec(compile(code, name, "exec"), given)
-    return given[function]
+def reader_of_the_page(page="docs/formats.md", function="packed_weights"):
+    (block,) = documents.blocks(page, "python")
+    return block.run()[function]
 
 
 def packed(x):

@@ -361,7 +361,7 @@ def test_any_seed_goes_to_c_and_back(seed, tmp_path):
 
 @pytest.mark.parametrize("states", ["f32", "int8"])
 def test_the_page_reads_a_moment_and_counters(states, tmp_path):
-    read = reader_of_the_page("checkpoints.md", "state_and_counters")
+    read = reader_of_the_page("docs/checkpoints.md", "state_and_counters")
     params = parameters(torch.float32)
     opt = class_of("adamw")(params.items(), lr=0.01, states=states)
     run(opt, params, 0, 3)

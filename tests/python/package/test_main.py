@@ -1,8 +1,6 @@
 """Tests python -m halfstep, and the errors for mistyped words."""
 
 import json
-import os
-import re
 import subprocess
 import sys
 
@@ -12,6 +10,7 @@ import torch
 import halfstep
 from halfstep import __main__ as program
 from halfstep._library import abi
+from halfstep._tensors import devices
 
 
 def said(capsys, *arguments):
@@ -36,6 +35,15 @@ def test_info(capsys):
     found = json.loads(out)
     assert (found["version"], found["rules"]) == (halfstep.__version__, list(abi.rules))
     assert found["instruction_set"]
+    assert "accelerator" in out and torch.cuda.is_available() == (found["accelerator"] == "cuda")
+
+
+def test_a_device_without_kernels(capsys, monkeypatch):
+    monkeypatch.setattr(devices, "accelerator", lambda: torch.device("xpu"))
+    assert "xpu: stepped on the processor" in said(capsys, "info")[1]
+    for options in ((), ("--device-memory", "24G")):
+        code, out, _ = said(capsys, "plan", "1B", "--no-kernels", *options)
+        assert code == 0 and ("CPUOffload" if options else "states offloaded") in out
 
 
 @pytest.mark.told("muon: momentum_buffer in int4")
@@ -73,22 +81,6 @@ def test_plan(capsys, tmp_path):
     recipes = "muon/f32/int8,came/f32/int8,adamw/f32/f32"
     code, out, _ = said(capsys, "plan", str(tmp_path / "model.safetensors"), "--recipes", recipes)
     assert code == 0 and out.count("takes [4, 6, 32] as 4 matrices of 6 x 32.") == 2
-
-
-ROOT = os.environ.get("HALFSTEP_SOURCE") or os.path.join(
-    os.path.dirname(os.path.abspath(__file__)), os.pardir, os.pardir, os.pardir
-)
-
-
-def test_snippets_of_readme_run_as_they_stand(capsys):
-    with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as file:
-        snippets = re.findall(r"^```python\n(.*?)^```", file.read(), flags=re.M | re.S)
-    assert snippets
-    for code in snippets:
-        given = {}
-        exec(compile(code, "README.md", "exec"), given)
-        assert given["opt"].param_groups[0]["group_steps"] == 3
-        assert "adamw/bf16-sr/int8" in capsys.readouterr().out
 
 
 # ---- Mistakes ------------------------------------------------------------------------------------

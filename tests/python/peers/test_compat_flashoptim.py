@@ -5,9 +5,9 @@ import copy
 import importlib.metadata
 import inspect
 import math
-import re
 import types
 
+import documents
 import pytest
 import torch
 from conftest import saved, told, warnings_are
@@ -715,7 +715,7 @@ def test_readme_snippets_run_verbatim(tmp_path, monkeypatch):
     """Runs all blocks of the manual except DDP's. Only the device, the package and the parts left
     to the reader differ."""
     text = importlib.metadata.metadata("flashoptim").get_payload()
-    blocks = re.findall(r"```python\n(.*?)```", text, re.S)
+    blocks = [b.text for b in documents.parse(text) if b.language == "python"]
     monkeypatch.chdir(tmp_path)
 
     class ResNet(nn.Module):  # what the manual takes from torchvision

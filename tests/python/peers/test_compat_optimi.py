@@ -6,8 +6,8 @@ import importlib.metadata
 import inspect
 import math
 import random
-import re
 
+import documents
 import pytest
 import torch
 from conftest import saved, told
@@ -804,7 +804,7 @@ def test_equal_tensors_round_independently():
 
 def test_readme_snippets_run_verbatim():
     text = importlib.metadata.metadata("torch-optimi").get_payload()
-    blocks = re.findall(r"```python\n(.*?)```", text, re.S)
+    blocks = [b.text for b in documents.parse(text) if b.language == "python"]
     assert len(blocks) == 4
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR
     names = {

@@ -3,9 +3,9 @@ rest. They have the bits of one optimizer for each rule, and one verdict, one no
 
 import copy
 import importlib.util
-import re
 from pathlib import Path
 
+import documents
 import pytest
 import torch
 from conftest import (
@@ -681,10 +681,8 @@ def test_example(capsys):
 def test_qk_clip():
     """The callback of docs/guides/muon.md: logits of the clipped heads are at the limit, and others
     stay as they are."""
-    text = (Path(__file__).parents[3] / "docs" / "guides" / "muon.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"^## QK-clip\n.*?^```python\n(.*?)^```", text, flags=re.M | re.S)
-    given = {"torch": torch}
-    exec(compile(code, "docs/guides/muon.md", "exec"), given)
+    (block,) = documents.blocks("docs/guides/muon.md", "python", "QK-clip")
+    given = block.run({"torch": torch})
     query, key = (Parameter(randn((32, 16), i) * scale) for i, scale in enumerate((2.0, 8.0)))
     opt = halfstep.Muon([query, key], lr=0.01)
     query.grad, key.grad = randn((32, 16), 2), randn((32, 16), 3)
