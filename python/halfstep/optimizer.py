@@ -114,6 +114,9 @@ class Optimizer(torch.optim.Optimizer):
     """The base of all optimizers of halfstep: a `torch.optim.Optimizer` whose step is one call of
     the C library.
 
+    Parameters are stepped on the device that they lie on. If the library has no kernels for it, the
+    processor steps them, which one warning says.
+
     Every class has the common options below. They mean the same in all classes. docs/python.md says
     more.
 

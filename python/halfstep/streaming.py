@@ -100,7 +100,8 @@ class StateStreaming(Hosted):
     buffer, step() waits once for all gradients, unless it does not check them
     (scan="known-finite" without clip_norm). It returns before the states are back. All functions of
     this package that read states wait for them, and so does `optimizer.state`. Such a step cannot
-    be captured into a CUDA graph. Parameters in CPU memory are stepped there.
+    be captured into a CUDA graph. Parameters in CPU memory are stepped there, and so are those on
+    GPUs that the library has no kernels for.
     """
 
     _placement = Streamed

@@ -3,7 +3,7 @@
  *
  *   memory    lies at addresses that fault when the process touches them. Only what runs "on the device" reaches the
  *             same pages, at another address
- *   streams   do their work when somebody waits for it, and no sooner. Freed memory is overwritten before it is used again
+ *   streams   do their work when somebody waits for it, and no sooner. Freed memory is overwritten before it is reused
  *   kernels   are those of the processor: each operator waits for the current stream, and its result arrives later
  *
  * tests/python/gpu/standin/__init__.py compiles and loads this file. */
@@ -39,7 +39,7 @@ thread_local int current_device = 0;
 thread_local c10::StreamId current_stream[DEVICES];
 int64_t counts[4]; // copies between pinned memory and the device: to the process, their bytes; to the device, the same
 
-// ---- Streams ---------------------------------------------------------------------------------------------------------
+// ---- Streams --------------------------------------------------------------------------------------------------------
 
 struct Queue {
     std::deque<std::function<void()>> work;
@@ -80,7 +80,7 @@ struct Event {
     uint64_t at = 0;
 };
 
-// ---- Memory ----------------------------------------------------------------------------------------------------------
+// ---- Memory ---------------------------------------------------------------------------------------------------------
 
 char *shown, *real; // the same pages twice: addresses that fault, and addresses for the device
 
@@ -194,7 +194,7 @@ struct Pinned final : at::HostAllocator {
 Memory memory;
 Pinned pinned;
 
-// ---- What torch asks of a device -------------------------------------------------------------------------------------
+// ---- What torch asks of a device ------------------------------------------------------------------------------------
 
 c10::Stream stream_of(int device, c10::StreamId id)
 {
@@ -310,7 +310,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     }
 };
 
-// ---- Operators -------------------------------------------------------------------------------------------------------
+// ---- Operators ------------------------------------------------------------------------------------------------------
 
 at::Tensor empty(c10::IntArrayRef size, std::optional<c10::ScalarType> dtype, std::optional<c10::Layout>,
                  std::optional<c10::Device> device, std::optional<bool>, std::optional<c10::MemoryFormat> format)
