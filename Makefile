@@ -96,18 +96,19 @@ bench: build
 golden: build
 	@HALFSTEP_ISA=scalar "$(BUILD)/halfstep" verify --write tests/golden/hashes.txt
 
-# Rewrites what follows from the tables of rules and formats: golden hashes, the hash that the Python package verifies, lists in the documents.
+# Rewrites what follows from the tables of rules and formats: golden hashes, the hash that the Python package verifies, its classes, lists in the documents.
 generate: golden
 	@bash scripts/setup.sh test
 	@bash scripts/venv.sh "$(BUILD)/venv"
 	@HALFSTEP_LIBRARY="$(BUILD)/libhalfstep.so" "$(BUILD)/venv/bin/python" scripts/generate.py --write
 
 # Rewrites bench/instructions.csv, the most instructions that steps may need, for the compiler of this build. Where `make test`
-# has built for the other processor, for that too.
+# has built for the other processor, for that too. Where clang and ptxas can be had, also bench/gpu_kernels.csv.
 budgets: build
 	@python3 lab/instructions.py "$(BUILD)" --write bench/instructions.csv
 	@if [ -e "$(BUILD)/aarch64/CMakeCache.txt" ]; then cmake --build "$(BUILD)/aarch64" --target halfstep --parallel $(JOBS) -- -s && \
 	    python3 lab/instructions.py "$(BUILD)/aarch64" --write bench/instructions.csv; fi
+	@GPU_BUDGETS=write HALFSTEP_BUILD="$(BUILD)" bash tests/cuda/cuda_ptx_test.sh || [ $$? = 77 ]
 
 # Long statistics of the random bits, for docs/random.md: hours on one core.
 GENERATORS ?= philox7 mixer lattice

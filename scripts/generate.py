@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Keeps files up to date that follow from the library's table of rules: the hash that `python -m
 halfstep verify` expects, the package's classes (class_text.py), and the lists of rules in
-docs/choosing.md, of hyper-parameters in docs/c.md and of classes in docs/python.md. Also the list
-of the ABI, from the headers.
+docs/choosing.md, of hyper-parameters in docs/c.md and of classes in docs/python.md and
+docs/reference/python-api.md. Also the list of the ABI, from the headers.
 
     generate.py            names the files that would change, and exits with 1 if there are any. If
                            the classes would, the others wait for them
@@ -42,6 +42,16 @@ def hypers(rules):
     return "\n".join(lines) + "\n"
 
 
+def sections(classes):
+    """Returns a section of the reference for each class. A class with modes has the methods that
+    switch them from a base class."""
+    modes = "\n    options:\n      inherited_members: [eval, train]"
+    return "\n\n" + "".join(
+        f"::: halfstep.{name}{modes if hasattr(cls, 'train') else ''}\n\n"
+        for name, cls in classes.items()
+    )
+
+
 def classes():
     """The text of the package's classes, by path. It needs no package that has been run."""
     sys.path.append(os.path.join(ROOT, "scripts"))
@@ -78,6 +88,9 @@ def files():
             os.path.join("docs", "python.md"),
             "classes",
             " ".join(f"`{name}`" for name in rules.classes),
+        ),
+        os.path.join("docs", "reference", "python-api.md"): between(
+            os.path.join("docs", "reference", "python-api.md"), "classes", sections(rules.classes)
         ),
     }
 

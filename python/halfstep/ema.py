@@ -19,6 +19,7 @@ import torch
 from ._library import abi, calls
 from ._library.abi import SLOT_GRADIENT, invoke, lib
 from ._placement.beside import Placement
+from ._ranks import agreement
 from ._settings.options import seed_of
 from ._states import layout
 from ._states.convert import recode
@@ -33,24 +34,15 @@ from ._tensors.parameters import (
     stored_dtype,
     weight_format,
 )
-from ._tensors.torch_private import no_dynamo
+from ._tensors.sharding import local
+from ._tensors.torch_private import WRAPPERS, no_dynamo
 from ._tensors.torch_public import warn
+from ._weights8 import blocks
 from .optimizer import Optimizer, several
 
 __all__ = ["EMA"]
 
 _Model = TypeVar("_Model", bound=torch.nn.Module)
-
-#: advice for a sharded model
-_WHOLE = (
-    "make the EMA of a whole copy of the model, and load into a second copy what"
-    " get_model_state_dict(full_state_dict=True) gives"
-)
-#: advice for a model of 8-bit weights
-_DECODED = (
-    "make the EMA of a copy in 16 bits, and before each update load into this copy what"
-    " halfstep.full_precision_state_dict(model, optimizer) gives"
-)
 
 
 class _Followed(Placement):
@@ -86,6 +78,13 @@ def _dropped(name, why, *_):
     )
 
 
+def _cut(tensor):
+    """Returns how a tensor is cut over ranks, or None if it is whole."""
+    if not sharding.is_dtensor(tensor):
+        return None
+    return tensor.device_mesh, tuple(tensor.placements)
+
+
 def _can_be_averaged(tensor):
     """Returns True if the library can store an average of a tensor."""
     try:
@@ -95,14 +94,21 @@ def _can_be_averaged(tensor):
     return not sharding.is_packed(tensor)
 
 
-def _plant(root, name, tensor):
-    """Registers a buffer under a dotted name in a tree of modules."""
-    *path, leaf = name.split(".")
-    for part in path:
+def _module_at(root, path):
+    """Returns the module of a dotted name in a tree of modules, which is made where there is
+    none."""
+    for part in filter(None, path.split(".")):
         if part not in dict(root.named_children()):
             root.add_module(part, torch.nn.Module())
         root = getattr(root, part)
-    root.register_buffer(leaf, tensor)
+    return root
+
+
+def _plant(root, name, tensor, saved=True):
+    """Registers a buffer under a dotted name in a tree of modules. `saved`: state dictionaries have
+    it."""
+    path, _, leaf = name.rpartition(".")
+    _module_at(root, path).register_buffer(leaf, tensor, persistent=saved)
 
 
 class Extras(torch.nn.Module):
@@ -111,6 +117,55 @@ class Extras(torch.nn.Module):
 
     def __repr__(self):
         return f"{len(list(self.buffers()))} tensors"
+
+
+class Shards(Extras):
+    """The averages of a model of DTensors, under the names of the model: a tree of modules that
+    cannot be called, because FSDP keeps its modules from being copied."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises RuntimeError."""
+        raise RuntimeError(
+            "halfstep: averages of DTensors cannot be called: evaluate the model inside `with"
+            " ema.swapped(model):`, or load ema.module.state_dict() into a model of its own"
+        )
+
+
+def _copied(model):
+    """Returns a copy of a model, or Shards if it has DTensors."""
+    tensors = [*model.parameters(), *model.buffers()]
+    if not any(map(sharding.is_dtensor, tensors)):
+        return deepcopy(model)
+
+    def names(found):
+        for name, value in found:
+            yield ".".join(part for part in name.split(".") if part not in WRAPPERS), value
+
+    root = Shards().train(model.training)
+    for name, _ in names(model.named_modules(remove_duplicate=False)):
+        _module_at(root, name)
+    memo, saved = {}, dict(names(model.state_dict().items()))
+    for name, p in names(model.named_parameters(remove_duplicate=False)):
+        if id(p) not in memo:
+            memo[id(p)] = torch.nn.Parameter(p.detach().clone(), p.requires_grad)
+        path, _, leaf = name.rpartition(".")
+        _module_at(root, path).register_parameter(leaf, memo[id(p)])
+    for name, buffer in names(model.named_buffers(remove_duplicate=False)):
+        _plant(root, name, memo.setdefault(id(buffer), buffer.detach().clone()), name in saved)
+    return root
+
+
+def _decode(model):
+    """Puts decoded weights in the place of 8-bit weights that train, because averages move by less
+    than a code."""
+    made = {}
+    for module in model.modules():
+        for name, p in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if p.requires_grad and sharding.is_packed(p):
+                if id(p) not in made:
+                    plain = torch.nn.Parameter(sharding.decoded(p).to(p.dtype))
+                    made[id(p)] = p, plain
+                setattr(module, name, made[id(p)][1])
 
 
 class EMA(torch.nn.Module):
@@ -146,6 +201,13 @@ class EMA(torch.nn.Module):
                  between updates, and is not part of the state
     seed, generator, threads  of the random bits and of the work, as in Optimizer
 
+    Of a model of DTensors each rank averages its parts, with the bits of one process on any number
+    of ranks. All ranks make the EMA after the model is sharded, and call update_parameters()
+    equally often. `module` then holds the averages and cannot be called; swapped() evaluates them.
+
+    Averages of 8-bit weights are kept in `weights`, too. An update decodes them, 4 bytes a
+    parameter, with their error codes if it is given their optimizer.
+
     Frozen parameters that cannot be averaged (whole numbers, fp8, float64, tensors of quantized
     classes) are copied at each update.
 
@@ -160,6 +222,7 @@ class EMA(torch.nn.Module):
     #: the optimizer of the averages, or None; and the buffers that it knows
     _optimizer = _known = None
     _warned = False  # True once the warning about a refused update was given
+    _divided = False  # True if other ranks have parts of the averages
 
     def __init__(
         self,
@@ -189,10 +252,9 @@ class EMA(torch.nn.Module):
         self.decay, self.debias, self.use_buffers = decay, debias, use_buffers
         self.scan, self.threads, self._weights = scan, threads, weights
         self._check_options()
-        sharding.refuse(model.parameters(), "an EMA", _WHOLE)
-        trained = (p for p in model.parameters() if p.requires_grad)
-        sharding.refuse_packed(trained, "EMA", _DECODED)
-        self.module = deepcopy(model)
+        sharding.reshard(model)
+        self.module = _copied(model)
+        _decode(self.module)
         if device is not None:
             self.module = self.module.to(device)
         if weights == "f32":
@@ -220,7 +282,8 @@ class EMA(torch.nn.Module):
             ids.append(layout.signed(abi.name_id(f"ema {decay!r} {name}")))
             dtype = extra_dtype(fmt)
             if dtype is not None:
-                _plant(self.extra, name, devices.zeros(tensor.shape, dtype, tensor.device))
+                zeros = devices.zeros(local(tensor).shape, dtype, tensor.device)
+                _plant(self.extra, name, sharding.like(tensor, zeros))
         random = [layout.signed(seed_of(seed)), layout.signed(abi.name_id(generator))]
         numbers = {"formats": formats, "ids": ids, "random": random, "counters": [0, 0]}
         for name, values in numbers.items():
@@ -257,6 +320,7 @@ class EMA(torch.nn.Module):
 
     def _pairs(self, model):
         """Returns (name, ours, the model's) of all averages, and of all other tensors."""
+        sharding.reshard(model)
         averages, others = [], []
         for kind in ("parameters", "buffers"):
             ours, theirs = (list(getattr(m, f"named_{kind}")()) for m in (self.module, model))
@@ -270,6 +334,12 @@ class EMA(torch.nn.Module):
                     raise ValueError(
                         f"halfstep: {name!r} has shape {tuple(b.shape)} in the model and"
                         f" {tuple(a.shape)} in the average; make a new EMA"
+                    )
+                if _cut(a) != _cut(b):
+                    raise ValueError(
+                        f"halfstep: {name!r} is cut over ranks as {_cut(b)} in the model and as"
+                        f" {_cut(a)} in the average; make the EMA of the model as it trains, after"
+                        " fully_shard() or parallelize_module()"
                     )
                 averaged = self.use_buffers and a.is_floating_point()
                 if kind == "parameters":
@@ -320,6 +390,8 @@ class EMA(torch.nn.Module):
                 parts.groups.state[tensor] = state
             beside = {t: extras[name] for name, t in averages if name in extras}
             parts.residuals.watch.adopt(beside, state=State.LOADED)
+            parts.steps.doubt_ranks()
+            self._divided = any(sharding.is_divided(tensor) for _, tensor in averages)
             self._known = held, ids, random, counts
         return [(name, fmt, t) for (name, t), fmt in zip(averages, formats)], parts
 
@@ -332,19 +404,21 @@ class EMA(torch.nn.Module):
                 f"halfstep: the average of {name!r} was made as {stored_dtype(fmt)} and is"
                 f" {tensor.dtype} now; an EMA cannot be cast, make a new one"
             )
-        devices.check(tensor, name)
+        devices.check(sharding.stored(tensor), name)
 
     @staticmethod
-    def _live(name, tensor, average, states_of_optimizers):
+    def _live(name, tensor, average, optimizers):
         """Returns what an average follows: the tensor in memory order on its device, its format,
         and its residual or error code or None."""
-        sharding.refuse_packed((tensor,), "EMA", _DECODED)
-        sharding.refuse((tensor,), "an EMA", _WHOLE)
         check_parameter(tensor, name)
+        owner = next((one for one in optimizers if one._parts.groups.state.get(tensor)), None)
+        state = {} if owner is None else owner._parts.groups.state[tensor]
+        if sharding.is_packed(tensor):
+            tensor = sharding.decoded(tensor) if owner is None else owner.read_weight(tensor)
+            state = {}
+        extra, whole, tensor = local(state.get("weight.extra")), tensor, local(tensor)
         devices.check_memory(tensor, f"the weight {name!r}")
-        fmt = PLAIN[tensor.dtype]
-        state = next(filter(None, (states.get(tensor) for states in states_of_optimizers)), {})
-        extra = state.get("weight.extra")
+        fmt, average = PLAIN[tensor.dtype], local(average)
         if extra is not None:
             fmt = (layout.recipe_of(state, name) or f"/{fmt}").split("/")[1]
             wanted = stored_dtype(fmt), extra_dtype(fmt), tensor.shape
@@ -354,7 +428,8 @@ class EMA(torch.nn.Module):
                     f" beside {name!r}, which is {tensor.dtype} of shape {tuple(tensor.shape)}"
                 )
             extra = devices.place(dense(extra), devices.of(average))
-        return devices.place(dense(tensor), devices.of(average)), fmt, extra
+        weight = devices.place(dense(tensor), devices.of(average))
+        return sharding.like(whole, weight), fmt, extra
 
     # ---- Updates ---------------------------------------------------------------------------------
 
@@ -381,21 +456,25 @@ class EMA(torch.nn.Module):
         optimizers = [] if optimizer is None else several(optimizer)
         for one in optimizers:
             one._parts.residuals.notice()
-        states = [one._parts.groups.state for one in optimizers]
-        lives = {}
-        for (name, fmt, average), (_, _, weight) in zip(members, averages):
-            self._check_average(name, fmt, average)
-            lives[average] = self._live(name, weight, average, states)
-        self._check_options()
-        for name, _, average in members:
-            weight, _, extra = lives[average]
-            # The library checks the weights themselves, but for a first copy.
-            finite = not first or bool(weight.isfinite().all())
-            if self.scan == "scan" and extra is not None and extra.is_floating_point():
-                finite &= math.isfinite(extra.sum(dtype=torch.float32))
-            if not finite:
-                self._refuse(name)
-                return
+        lives, bad, error = {}, None, None
+        try:
+            for (name, fmt, average), (_, _, weight) in zip(members, averages):
+                self._check_average(name, fmt, average)
+                lives[average] = self._live(name, weight, average, optimizers)
+            self._check_options()
+            bad = next((n for n, _, a in members if not self._is_finite(*lives[a], first)), None)
+        except Exception as found:  # which other ranks have to hear of
+            error = found
+        if not self._everywhere(bad is None and error is None):
+            if not self._everywhere(error is None):
+                raise error or RuntimeError(
+                    "halfstep: another rank cannot update the averages, and says why; no average"
+                    " changed"
+                )
+            self._refuse(bad)
+            return
+        if self._divided:
+            parts.steps.agree({"number of updates": str(int(self.n_averaged))})
         if first:
             self._take_over(parts.groups.state, lives)
         decay = float(self.decay)
@@ -421,8 +500,8 @@ class EMA(torch.nn.Module):
                 code, handle = engine.hear()  # the counters need the verdict
         finally:
             parts.placement.lives = {}
-        if code == abi.NONFINITE:
-            self._refuse(calls.nonfinite_tensor(handle)[0])
+        if code in (None, abi.NONFINITE):  # None: other ranks refuse it
+            self._refuse(code and calls.nonfinite_tensor(handle)[0])
             return
         engine.check(code, handle)
         parts.steps.land(engine, ready.back, ready.stepped)
@@ -441,21 +520,39 @@ class EMA(torch.nn.Module):
         """Copies the weights for the first update, because w - (w - g) would not be exactly g. The
         rule then adds the residuals."""
         for average, (weight, _, _) in lives.items():
+            state, average, weight = states[average], local(average), local(weight)
             most = torch.finfo(average.dtype).max
             # A finite weight must stay finite in a narrower format.
             average.detach().copy_(
                 weight.clamp(-most, most) if torch.finfo(weight.dtype).max > most else weight
             )
-            if "weight.extra" in states[average]:
-                states[average]["weight.extra"].zero_()
+            if "weight.extra" in state:
+                local(state["weight.extra"]).zero_()
+
+    def _is_finite(self, weight, fmt, extra, first):
+        """Returns True unless a weight is seen here to be not finite. The library checks the
+        weights themselves, but for a first copy."""
+        finite = not first or bool(local(weight).isfinite().all())
+        if self.scan == "scan" and extra is not None and extra.is_floating_point():
+            finite &= math.isfinite(extra.sum(dtype=torch.float32))
+        return finite
+
+    def _everywhere(self, value):
+        """Returns True if a condition holds on all ranks that have parts of the averages."""
+        if not self._divided:
+            return value
+        groups = self._optimizer._parts.groups
+        return agreement.everywhere(groups.settings(), groups.param_groups, value)
 
     def _refuse(self, name):
-        """Counts an update that is refused because of this weight, and warns once."""
+        """Counts an update that is refused because of this weight, or of one on another rank for
+        None, and warns once."""
         self.counters[1] += 1
         if not self._warned:
             self._warned = True
             warn(
-                f"the weight {name!r} is not finite; the update was refused and no"
+                f"{'a weight on another rank' if name is None else f'the weight {name!r}'} is not"
+                " finite; the update was refused and no"
                 " average changed. ema.skipped_updates counts such updates. This warning is given"
                 " once",
                 RuntimeWarning,
@@ -467,17 +564,30 @@ class EMA(torch.nn.Module):
         devices. Afterwards it has its own weights again.
 
         The weights are neither copied nor written, so that an optimizer keeps the residuals and
-        error codes beside them. Do not step the optimizer inside, and do not save its state.
+        error codes beside them. The memory of DTensors, which FSDP knows, and of 8-bit weights is
+        copied instead. It comes back bit for bit, without a write that torch counts. 8-bit weights
+        have the averages rounded to nearest. Do not step the optimizer inside, and do not save its
+        state.
         """
         averages, _ = self._pairs(model)
-        kept = [theirs.data for _, _, theirs in averages]
+        kept = []
         try:
             for _, average, theirs in averages:
-                theirs.data = average.detach().to(theirs.device, theirs.dtype)
+                if sharding.is_dtensor(theirs) or sharding.is_packed(theirs):
+                    here, values = sharding.stored(theirs).data, local(average).detach()
+                    kept.append(here.clone())
+                    here.copy_(blocks.pack(values) if sharding.is_packed(theirs) else values)
+                else:
+                    kept.append(theirs.data)
+                    theirs.data = average.detach().to(theirs.device, theirs.dtype)
             yield model
         finally:
+            sharding.reshard(model)
             for (_, _, theirs), own in zip(averages, kept):
-                theirs.data = own
+                if sharding.is_dtensor(theirs) or sharding.is_packed(theirs):
+                    sharding.stored(theirs).data.copy_(own)
+                else:
+                    theirs.data = own
 
     # ---- Reading and saving ----------------------------------------------------------------------
 
@@ -506,7 +616,8 @@ class EMA(torch.nn.Module):
         found, out = {}, {}
         for name, fmt, average in members:
             self._check_average(name, fmt, average)
-            found[id(average)] = devices.to_cpu(parts.inspection.read_weight(average))
+            weight = parts.inspection.read_weight(average)
+            found[id(average)] = sharding.like(average, devices.to_cpu(local(weight)))
         for key, value in self.module.state_dict(keep_vars=True).items():
             if id(value) in found:
                 out[key] = found[id(value)]
@@ -517,6 +628,13 @@ class EMA(torch.nn.Module):
         return out
 
     def _load_from_state_dict(self, state_dict, prefix, *arguments):
+        for tree in ("module", "extra"):
+            for name, own in getattr(self, tree).state_dict(keep_vars=True).items():
+                key = f"{prefix}{tree}.{name}"
+                value = state_dict.get(key)
+                both = isinstance(value, torch.Tensor) and isinstance(own, torch.Tensor)
+                if both and value.shape == own.shape:
+                    state_dict[key] = sharding.cut_like(own, value, key)
         self._convert(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
@@ -540,20 +658,22 @@ class EMA(torch.nn.Module):
             if not isinstance(value, torch.Tensor) or value.shape != average.shape:
                 continue
             have = layout.FORMATS.get(number) or PLAIN.get(value.dtype)
+            value = local(value)
             if have is None or stored_dtype(have) != value.dtype:
                 value, have, extra = value.float(), "f32", None
             dtype = extra_dtype(have)
             if dtype is None:
                 extra = None
-            elif extra is None or extra.dtype != dtype or extra.shape != value.shape:
+            elif extra is None or extra.dtype != dtype or local(extra).shape != value.shape:
                 continue
             if value.dtype == average.dtype and dtype == extra_dtype(own):
                 continue
             changed[have] = own
-            value, extra = recode(have, value, extra, own)
+            value, extra = recode(have, value, local(extra), own)
+            value = sharding.like(average, value)
             state_dict.update(dict.fromkeys(keys[id(average)], value))
             if extra is not None:
-                state_dict[extra_key] = extra
+                state_dict[extra_key] = sharding.like(average, extra)
             else:
                 state_dict.pop(extra_key, None)
         if foreign:

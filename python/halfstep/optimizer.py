@@ -13,7 +13,7 @@ from . import accumulate
 from ._library import abi
 from ._placement.host import Offloaded
 from ._settings.options import Options, Store, StoreLike, keep_plain, seed_of
-from ._states import checkpoints, checks, files, layout
+from ._states import checkpoints, checks, files, layout, sources
 from ._states.handles import Handle
 from ._step.parts import Parts
 from ._step.release import check_release
@@ -666,9 +666,17 @@ class Optimizer(torch.optim.Optimizer):
 
         Parameters are matched by name, whatever groups they were in. Without names, positions count
         if the groups have as many parameters. Options such as `lr` stay as they are. Residuals and
-        error codes belong to the weights of the checkpoint, so load those too."""
-        state_dict, renamed = checkpoints.read(self._parts, path)
-        self.load_state_dict(state_dict)
+        error codes belong to the weights of the checkpoint, so load those too.
+
+        With DTensors all ranks call it, and each reads its part. If one of them raises an error,
+        all do, and nothing has changed."""
+        with sources.together(self._parts.groups) as agree:
+            state_dict, renamed = checkpoints.read(self._parts, path)
+            hook = self.register_load_state_dict_post_hook(agree)
+            try:
+                self.load_state_dict(state_dict)
+            finally:
+                hook.remove()
         for p, name in renamed.items():
             if name is not None and not self._parts.groups.state.get(p):
                 self._parts.names.expect_name(p, name)

@@ -1,6 +1,6 @@
 #!/bin/bash
-# Holds the libraries' ABI to tests/golden/abi.txt, which lists it, and that list to the list of the last release (its
-# tag). Lines may be added at any time. A line that changes or goes raises HALFSTEP_ABI and is a release note.
+# Holds the libraries' ABI to that of the last release (its tag), of which tests/golden/abi.txt is the list. Lines may be added at any
+# time. A line that changes or goes raises HALFSTEP_ABI and is a release note. (test_typing.py holds the list to the headers.)
 . "$(dirname "$0")/../tools/lib.sh"
 need cc clang python3
 cd "$source_dir"
@@ -8,11 +8,9 @@ make_scratch
 list=tests/golden/abi.txt
 
 python3 tests/house/abi.py >"$scratch/headers" || fail "tests/house/abi.py cannot read the headers"
-diff "$list" "$scratch/headers" || fail "the headers differ from $list (>): 'make generate' writes it. A line that changes or
-     goes breaks programs that are built already: restore it, or raise HALFSTEP_ABI and say so in CHANGELOG.md"
 python3 tests/house/abi.py --program >"$scratch/layout.c"
 cc -std=c11 -Wall -Wextra -Werror -Iinclude "$scratch/layout.c" -o "$scratch/layout" || fail "cc has another layout than clang"
-echo "ok   the headers have the $(wc -l <"$list") lines of $list: $("$scratch/layout")"
+echo "ok   the headers have $(wc -l <"$scratch/headers") lines: $("$scratch/layout")"
 
 # If this commit is a release, the one before it counts.
 [ ! -e .git ] || git rev-parse --quiet --verify HEAD >/dev/null || fail "git cannot read this checkout"

@@ -383,15 +383,16 @@ def everywhere(settings, groups, value):
 _COMMON = ("rule", "seed", "generator", "scan", "clip_norm")
 
 
-def agree(settings, groups, wanted):
+def agree(settings, groups, wanted, more=None):
     """Raises an error on every rank, naming what differs, if ranks do not agree. Ranks that share
     parameters must agree on seed, generator, recipes and ids. Ranks of one norm_group must agree on
     rule, seed, generator, scan and clip_norm. If nothing differs, it costs one number for each
     group of ranks.
 
-    `wanted` holds the name, id and recipe of every parameter.
+    `wanted` holds the name, id and recipe of every parameter. `more` holds what else must be the
+    same, by what it is.
     """
-    common = {key: str(getattr(settings, key)) for key in _COMMON}
+    common = {**{key: str(getattr(settings, key)) for key in _COMMON}, **(more or {})}
     if abi.rules[settings.rule].totals:
         common["d_group"] = str(sorted(set(map(number_of, groups))))
     group = group_of(settings.norm_group)

@@ -10,6 +10,7 @@ import os
 import pickle
 import re
 from collections import Counter
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from .._tensors.torch_private import INDEX
 from .._tensors.torch_public import warn
 from . import checks, files, foreign, layout
 from .checks import is_state, states_in
+from .sources import Sources, slices
 
 #: where trainers put an optimizer's state in the dictionary of a file
 _KEYS = ("optimizer", "optim", "optimizer_state_dict", "optimizer_states")
@@ -29,10 +31,11 @@ _FILES = (
     r"\.metadata",
     r"optimizer(_0)?\.safetensors",
     r"optimizer(_\d+)?\.(pt|bin)",  # Accelerate's are one for each optimizer
-    r"optim_world_size_\d+_rank_\d+\.pt",
+    r"optim_world_size_(\d+)_rank_(\d+)\.pt",  # one for each rank
     r"recipe_state\.pt",
     r".+\.ckpt",
 )
+_RANKS = _FILES[3]
 #: names of folders that hold such a file
 _FOLDERS = r"optim|optimizer_\d+|recipe_state|actor"
 _KNOWN = (
@@ -63,15 +66,16 @@ def _paths(path):
     if not os.path.isdir(path):
         return [path]
     found = _found(path)
-    if len(found) == 1 or all(re.fullmatch(_FILES[2], os.path.basename(one)) for one in found):
-        folders = set(map(os.path.dirname, found))
-        if len(folders) == 1:
-            return found
+    several = any(
+        all(re.fullmatch(pattern, os.path.basename(one)) for one in found)
+        for pattern in (_FILES[2], _RANKS)
+    )
+    if len(found) == 1 or several and len(set(map(os.path.dirname, found))) == 1:
+        return found
     if found:
         raise ValueError(
             f"halfstep: {path} holds {len(found)} states of optimizers,"
-            f" {naming.some([os.path.relpath(one, path) for one in found])}: give the path of one;"
-            " the parts of several ranks cannot be put together"
+            f" {naming.some([os.path.relpath(one, path) for one in found])}: give the path of one"
         )
     raise ValueError(f"halfstep: {path} holds no state of an optimizer; {_KNOWN}")
 
@@ -84,14 +88,15 @@ def _refused(path, error):
     )
 
 
-def _load(file, path):
-    """Reads a file of torch.save() that holds tensors and plain values only."""
+def _load(file, path, **how):
+    """Reads a file of torch.save() that holds tensors and plain values only. `how` has more
+    arguments of torch.load()."""
     try:
         import torch.distributed.tensor  # noqa: F401  so that its classes are known as safe
     except ImportError:  # a torch without torch.distributed writes none
         pass
     try:
-        return torch.load(file, map_location="cpu", weights_only=True)
+        return torch.load(file, map_location="cpu", weights_only=True, **how)
     except pickle.UnpicklingError as error:
         raise _refused(path, error) from None
     except MemoryError:
@@ -111,11 +116,12 @@ class _Index(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} is no part of such an index")
 
 
-def _distributed(path):
-    """Reads what does not belong to the model from a folder of torch.distributed.checkpoint. Each
-    process reads all of it."""
+def _distributed(path, sources):
+    """Reads what does not belong to the model from a folder of torch.distributed.checkpoint.
+    Tensors are read when they are needed."""
     from torch.distributed import checkpoint
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
+    from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
     class Reader(checkpoint.FileSystemReader):
         def read_metadata(self, *args, **kwargs):
@@ -125,27 +131,57 @@ def _distributed(path):
         def load_bytes(self, read_item, value):
             plain[read_item.dest_index.fqn] = _load(value, path)
 
+    class Boxes(checkpoint.DefaultLoadPlanner):
+        """Reads a box of each tensor, in place of what a DTensor would take."""
+
+        def __init__(self, box):
+            super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+            self.chunk = ChunkStorageMetadata(*map(torch.Size, box))
+
+        def create_local_plan(self):
+            held = index.state_dict_metadata
+            items = [
+                item
+                for key in self.state_dict
+                for item in create_read_items_for_chunk_list(key, held[key], [self.chunk])
+            ]
+            return checkpoint.LoadPlan(items)
+
+        def resolve_tensor(self, read_item):
+            box = read_item.dest_offsets, read_item.lengths
+            return self.state_dict[read_item.dest_index.fqn][slices(box)]
+
+    def load(values, planner):
+        checkpoint.load(
+            values, storage_reader=Reader(os.path.dirname(path)), planner=planner, no_dist=True
+        )
+
+    def read(key, held, box):
+        found = torch.empty(tuple(box[1]), dtype=held.properties.dtype, device="cpu")
+        if found.numel():
+            load({key: found}, Boxes(box))
+        return found
+
     with open(path, "rb") as file:
         try:
             index = _Index(io.BytesIO(file.read())).load()
         except (pickle.UnpicklingError, AttributeError, TypeError) as error:
             raise _refused(path, error) from None
-    plain = {}
-    values = {
-        key: torch.empty(held.size, dtype=held.properties.dtype, device="cpu")
-        if isinstance(held, TensorStorageMetadata)
-        else None
-        for key, held in index.state_dict_metadata.items()
-        if re.match(r"(.+\.)?(state|param_groups)\b", key)
-    }
+    plain, values, later = {}, {}, {}
+    for key, held in index.state_dict_metadata.items():
+        if not re.match(r"(.+\.)?(state|param_groups)\b", key):
+            continue
+        if not isinstance(held, TensorStorageMetadata):
+            values[key] = None
+        elif not held.size:
+            values[key] = torch.empty(held.size, dtype=held.properties.dtype, device="cpu")
+        else:
+            later[key] = sources.stand_in(
+                held.size, held.properties.dtype, partial(read, key, held)
+            )
     if values:
-        checkpoint.load(
-            values,
-            storage_reader=Reader(os.path.dirname(path)),
-            planner=Planner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            no_dist=True,
-        )
-    return {**values, **plain}
+        load(values, Planner(flatten_state_dict=False, flatten_sharded_tensors=False))
+    return {**values, **plain, **later}
 
 
 # ---- State dictionaries --------------------------------------------------------------------------
@@ -153,8 +189,8 @@ def _distributed(path):
 
 def _unflattened(values):
     """Returns the state dictionary in a flat one, or None if there is none. Keys of a flat one are
-    "state.NAME.KEY", and "param_groups.NAME.KEY" for each parameter or "param_groups" for all, with
-    a prefix before them."""
+    "state.NAME.KEY", and "param_groups.NAME.KEY" for each parameter, "param_groups.NUMBER.KEY" for
+    each group, or "param_groups" for all, with a prefix before them."""
     if not all(isinstance(key, str) for key in values):
         return None
     begins = {
@@ -174,7 +210,9 @@ def _unflattened(values):
                 name = key[len(start) : -len(end)]
                 own = f"{start}{name}."
                 group = {k[len(own) :]: v for k, v in values.items() if k.startswith(own)}
-                groups.append({**group, "params": [name], "param_names": [name]})
+                if "params" not in group:  # else it is one of a list of groups
+                    group.update(params=[name], param_names=[name])
+                groups.append(group)
     keys = {str(key): key for group in groups for key in group["params"]}
     state, start = {}, begin + "state."
     for key, value in values.items():
@@ -262,33 +300,56 @@ def _whole(value, path):
     """Returns a tensor that a process alone held as a whole."""
     if sharding.is_divided(value):
         raise ValueError(
-            f"halfstep: {path} holds one rank's part of the states: save them with"
-            " torch.distributed.checkpoint, whose folders are read as a whole"
+            f"halfstep: {path} holds one rank's part of the states: give the folder that has those"
+            " of all ranks, or save them with torch.distributed.checkpoint"
         )
     return sharding.local(value)
 
 
-def _read(path, parts):
+def _of_ranks(paths, load, rules, sources):
+    """Returns the state dictionary in the files of several ranks."""
+    folder, several = os.path.dirname(paths[0]), {}
+    for one in paths:
+        count, rank = map(int, re.fullmatch(_RANKS, os.path.basename(one)).groups())
+        several[rank] = _dictionary(load(one), one, rules)
+        if count != len(paths):
+            raise ValueError(
+                f"halfstep: {folder} holds states of {len(paths)} ranks, and {count} have saved"
+                " them: copy the files of all ranks there"
+            )
+    return sources.joined(several, folder)
+
+
+def _read(path, parts, sources):
     """Returns the state dictionary in a file or folder."""
     rules = list(map(parts.groups.row_of, parts.groups))
+    divided = any(map(sharding.is_divided, parts.groups.params()))
     path, *more = _paths(os.fspath(path))
+
+    def load(one):
+        with open(one, "rb") as file:  # older files cannot be mapped, and are read whole
+            mapped = divided and file.read(2) == b"PK"
+        return _load(one, one, **({"mmap": True} if mapped else {}))
+
+    if more and re.fullmatch(_RANKS, os.path.basename(path)):
+        return _of_ranks([path, *more], load, rules, sources)
     if more:
         several = {
-            os.path.basename(one): _dictionary(_load(one, one), one, rules) for one in (path, *more)
+            os.path.basename(one): _dictionary(load(one), one, rules) for one in (path, *more)
         }
         return _joined(several, rules, "give the path of one of them")
     if os.path.basename(path) == ".metadata":
-        return _dictionary(_distributed(path), os.path.dirname(path), rules)
+        return _dictionary(_distributed(path, sources), os.path.dirname(path), rules)
     with open(path, "rb") as file:
         begin = file.read(16)
     if begin.startswith((b"PK", b"\x80")):
-        return _dictionary(_load(path, path), path, rules)
+        return _dictionary(load(path), path, rules)
     if begin.startswith(b"halfstep states"):
         raise ValueError(
             f"halfstep: {path} is a file of store=, which one optimizer has as its own: make one"
             " with store= and this file, and save its state_dict()"
         )
-    return files.load(parts, path, advice=_KNOWN)[0]
+    return files.load_states(parts, path, _KNOWN)
 
 
 # ---- States for an optimizer ---------------------------------------------------------------------
@@ -367,19 +428,11 @@ def read(parts, path):
     """Returns a state dictionary for the optimizer that has these parts, and the saved names by
     parameter. States, counters, seed and generator are those of a file or folder; groups and
     options are the optimizer's own."""
-    groups, names = parts.groups, parts.names
-    if any(map(sharding.is_divided, groups.params())):
-        raise ValueError(
-            f"halfstep: the states of {path} cannot be loaded here, because the parameters are"
-            " DTensors of several ranks: resume with torch.distributed.checkpoint, or begin on one"
-            " rank, save, and go on from there"
-        )
-    found = _read(path, parts)
+    groups, names, sources = parts.groups, parts.names, Sources()
+    found = _read(path, parts, sources)
     checks.check_keys(found, path)
     for place, group in enumerate(found["param_groups"]):
         check_generator(group, place)
-    found = {**found, "state": dict(found["state"])}
-    found = foreign.translate(list(map(groups.row_of, groups)), found)
     entries = _entries(found, path)
     if not any(entry.state for entry in entries):
         raise ValueError(
@@ -400,23 +453,27 @@ def read(parts, path):
             f"halfstep: {path} holds states of {found['several']}. Together they do not fit: {text}"
         ) from None
     out = {"state": {}, "param_groups": [], "pending": []}
-    renamed, number = {}, 0
-    for group in groups:
+    renamed, number, translator = {}, 0, foreign.Translator()
+    for g, group in enumerate(groups):
         new, there = {**group, "params": []}, []
-        for p in group["params"]:
+        for i, p in enumerate(group["params"]):
             place = next(places)
             if place is not None:
                 entry = entries[place]
                 there.append(entry.group)
                 renamed[p] = entry.name
                 if entry.state:
-                    out["state"][number] = entry.state
+                    state = translator.plain(
+                        groups.row_of(group), entry.state, entry.group, sources.whole
+                    )
+                    out["state"][number] = sources.state_of(groups, group, p, names.of(g, i), state)
                 if entry.key in found.get("pending", ()):
                     out["pending"].append(number)
             new["params"].append(number)
             number += 1
         new.update(_counted(group, there or [entries[0].group]))
         out["param_groups"].append(new)
+    translator.warn()
     return out, renamed
 
 

@@ -293,24 +293,34 @@ def damaged(path, error, advice):
     return ValueError(f"halfstep: {path} is damaged or no checkpoint ({first}); {advice}")
 
 
-def load(parts, path, numbers=False, advice=_OWN):
+def load(parts, path, numbers=False):
     """Reads a file for the optimizer that has these parts. Returns the state dictionary, and
-    (parameter, weight) for each weight in the file. `numbers`: states have their numbers only.
-    `advice` ends the error for a file that cannot be read."""
+    (parameter, weight) for each weight in the file. `numbers`: states have their numbers only."""
+    # A DTensor of one rank is there as a whole.
+    _refuse_parts([p for p in parts.groups.params() if sharding.is_divided(p)])
+    return _read(parts, path, _OWN, numbers)
+
+
+def load_states(parts, path, advice):
+    """Returns the state dictionary of the states in a file, as a whole on every rank that has a
+    part of the parameters: its memory is that of the file. `advice` ends the error for a file that
+    cannot be read."""
+    return _read(parts, path, advice, weights=False)[0]
+
+
+def _read(parts, path, advice, numbers=False, weights=True):
     from safetensors import SafetensorError
 
     try:
-        return _load(parts, path, numbers)
+        return _load(parts, path, numbers, weights)
     except SafetensorError as error:
         raise damaged(path, error, advice) from None
 
 
-def _load(parts, path, numbers):
+def _load(parts, path, numbers, with_weights):
     from safetensors import safe_open
 
     groups, names = parts.groups, parts.names
-    # A DTensor of one rank is there as a whole.
-    _refuse_parts([p for p in groups.params() if sharding.is_divided(p)])
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata() or {}
         if metadata.get("format") != FORMAT:
@@ -350,7 +360,7 @@ def _load(parts, path, numbers):
                         f"halfstep: {path} has {name!r} in group {source}, and others of its group"
                         f" here in group {others}: put it into another group"
                     )
-                if name in weight_keys:
+                if with_weights and name in weight_keys:
                     weights.append((p, _weight(file, path, name, p, laid, weight_keys[name])))
                 some = () if numbers else planes[name]
                 state = _state(file, path, metadata, name, laid, some)

@@ -317,33 +317,54 @@ PACKAGES = (
 )
 
 
+class Translator:
+    """Translates the states of parameters, one after the other.
+
+    renames    the functions that rename the options of groups, by package
+    lost       the names of what cannot be loaded
+    """
+
+    def __init__(self):
+        self.renames, self.lost = {}, set()
+
+    def plain(self, rule, state, group, whole=lambda value: value):
+        """Returns a plain state in place of another package's, and any other state as it is.
+        whole(value) returns the tensor that a tensor of the state stands for."""
+        row = next((row for row in PACKAGES if row[1](state)), None)
+        if row is None:
+            return state
+        state = {key: whole(value) for key, value in state.items()}
+        state, lost = row[2](rule, state, group)
+        self.renames[row[0]] = row[3]
+        self.lost |= lost
+        return state
+
+    def warn(self):
+        """Warns once about what is lost."""
+        if self.lost:
+            warn(
+                f"these states of {' and '.join(sorted(self.renames))} cannot be loaded and are"
+                f" left out: {', '.join(sorted(self.lost))}"
+            )
+
+
 def translate(rules, state_dict):
     """Returns a state dictionary with plain states in place of another package's. Warns once about
     what is lost. `rules` has the row of the rule of each group; the first is that of a group that
     this optimizer does not have."""
-    states, lost, packages = {}, set(), {}
+    states, translator = {}, Translator()
     groups = state_dict["param_groups"]
     rules = [*rules, *[rules[0]] * (len(groups) - len(rules))]
     place_of = {key: place for place, group in enumerate(groups) for key in group["params"]}
     for key, state in state_dict["state"].items():
-        row = (
-            next((row for row in PACKAGES if row[1](state)), None)
-            if isinstance(state, dict)
-            else None
-        )
-        if row is not None:
+        if isinstance(state, dict):
             place = place_of.get(key)
-            state, left = row[2](rules[place or 0], state, {} if place is None else groups[place])
-            packages[row[0]] = row[3]
-            lost |= left
+            group = {} if place is None else groups[place]
+            state = translator.plain(rules[place or 0], state, group)
         states[key] = state
-    if not packages:
+    if not translator.renames:
         return state_dict
-    for rename in filter(None, packages.values()):
+    for rename in filter(None, translator.renames.values()):
         groups = [rename(rule, group) for rule, group in zip(rules, groups)]
-    if lost:
-        warn(
-            f"these states of {' and '.join(sorted(packages))} cannot be loaded and are"
-            f" left out: {', '.join(sorted(lost))}"
-        )
+    translator.warn()
     return {**state_dict, "state": states, "param_groups": groups}

@@ -210,9 +210,7 @@ def _whole(p, hashes):
     shape = stored_whole(p)
     count = (shape[0] if len(shape) > 1 else -(-p.numel() // PIECE),)
     cuts = [x for x in getattr(p, "placements", ()) if hasattr(x, "dim")]
-    by_rows = len(shape) > 1 and all(
-        x.dim == 0 and getattr(x, "split_factor", 1) == 1 for x in cuts
-    )
+    by_rows = len(shape) > 1 and (not cuts or sharding.is_cut_by_rows(p))
     if hashes is None or cuts and not by_rows:
         here = stored(p).shape[:1] if by_rows else count
         hashes = torch.full(here, UNKNOWN, dtype=torch.int64, device=devices.of(stored(p)))

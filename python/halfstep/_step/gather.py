@@ -61,11 +61,12 @@ class Gather:
             weight, grad = self.placement.bring(m, p, grad)
             back.append((m, weight))
             return sharding.address(weight), sharding.address(grad)
+        here = p
         if m.part is not None and m.part.mesh is not None:
-            grad, p = local(sharding.gradient_of(p, grad, m.name)), local(p)
+            grad, here = local(sharding.gradient_of(p, grad, m.name)), local(p)
             keep.append(grad)
         if (
-            not self._is_where_it_was(m, p)
+            not self._is_where_it_was(m, here)
             or self.placement.check_gradient(p, grad, m.name) != m.gradient
         ):
             return None

@@ -116,8 +116,8 @@ class Steps:
                 self.cache.count_refused()
                 return False
             engine.set_gradient_scale(scaler.factor)
-        if engine.ranks.needed and not self._agreed:
-            self._agree()
+        if engine.ranks.needed:
+            self.agree()
         return True
 
     def _call(self, ready, given):
@@ -222,13 +222,16 @@ class Steps:
                 " cpu_offload(): nothing is trained then. This warning is given once"
             )
 
-    def _agree(self):
-        """Makes ranks that share parameters compare their settings."""
+    def agree(self, more=None):
+        """Makes ranks that share parameters compare their settings, once. `more`: numbers that must
+        be the same on all."""
+        if self._agreed:
+            return
         settings, groups = self.groups.settings(), self.groups.param_groups
         shared = {id(p) for s in spreads_of(settings, groups) if s.groups for p in s.params}
         params = [member for member in self.groups.members() if id(member[2]) in shared]
         wanted, _ = self.placement.describe([(g, i, p, "f32") for g, i, p in params])
-        agreement.agree(settings, groups, wanted)
+        agreement.agree(settings, groups, wanted, more)
         self._agreed = True
 
     def doubt_ranks(self):

@@ -296,12 +296,41 @@ class Gathered(Part):
                 s.placements, s.shape = self._placed(s.whole)
 
 
-def like(p, tensor, shape=None):
-    """Returns a tensor of this process as the local part of a DTensor that is cut like p. `shape`
-    is that of the whole, None for p's."""
+def like(p, tensor, shape=None, placements=None):
+    """Returns a tensor of this process as the local part of a DTensor on the mesh of p. `shape` is
+    that of the whole; it and `placements` are those of p for None."""
     if not is_dtensor(p):
         return tensor
-    return _dtensor(tensor, p.device_mesh, p.placements, p.shape if shape is None else shape)
+    placements = p.placements if placements is None else placements
+    return _dtensor(tensor, p.device_mesh, placements, p.shape if shape is None else shape)
+
+
+def is_cut_by_rows(p):
+    """Returns True if each rank holds whole indices of the first dimension, in order."""
+    cuts = [x for x in p.placements if hasattr(x, "dim")]
+    return all(x.dim == 0 and getattr(x, "split_factor", 1) == 1 for x in cuts)
+
+
+def cut_like(p, value, name):
+    """Returns a tensor as p is kept: this rank's part of it if p is a DTensor. Raises ValueError
+    for one rank's part of a tensor that is whole here."""
+    if is_dtensor(p):
+        return like(p, Part(p, name, tuple(p.shape)).take(value).detach())
+    if is_divided(value):
+        raise ValueError(
+            f"halfstep: {name!r} was saved as one rank's part, and is whole here: save it by"
+            " torch.distributed.checkpoint, or whole"
+        )
+    return local(value)
+
+
+def reshard(model):
+    """Has the modules of FSDP2 free whole parameters that a forward pass has left, so that
+    model.parameters() are the shards."""
+    cls = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    for module in model.modules() if cls is not None else ():
+        if isinstance(module, cls):
+            module.reshard()
 
 
 def refuse(params, what, advice):

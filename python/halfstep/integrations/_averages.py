@@ -2,8 +2,28 @@
 
 from __future__ import annotations
 
+import torch
+
+from .._tensors.sharding import is_dtensor
 from ..ema import EMA
 from ._text import read
+
+
+def is_first():
+    """Returns True on the rank that writes files."""
+    dist = torch.distributed
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+
+
+def gathered(tensors, keep):
+    """Returns tensors by name, with whole ones in CPU memory in place of DTensors. All ranks call
+    it. Those without `keep` get no DTensors, and have one whole tensor at a time."""
+    found = {}
+    for name, tensor in tensors.items():
+        whole = tensor.detach().full_tensor() if is_dtensor(tensor) else None
+        if whole is None or keep:
+            found[name] = tensor if whole is None else whole.cpu()
+    return found
 
 
 class Averages:

@@ -11,8 +11,9 @@ from typing import Any, Dict
 
 import torch
 
+from .._tensors.sharding import cut_like, is_dtensor
 from ..optimizer import unwrapped
-from ._averages import Averages
+from ._averages import Averages, gathered, is_first
 
 try:
     from lightning.pytorch import Callback
@@ -45,7 +46,7 @@ class EMACallback(Callback):
     ema = property(lambda self: self.averages.ema)
 
     def state_dict(self) -> Dict[str, Any]:
-        return {} if self.ema is None else self.ema.state_dict()
+        return {} if self.ema is None else gathered(self.ema.state_dict(), is_first())
 
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
         self._saved = state_dict or None
@@ -75,16 +76,21 @@ class EMACallback(Callback):
         if pl_module is not self.averages.model or not int(self.ema.n_averaged):
             return
         averages, _ = self.ema._pairs(pl_module)
-        checkpoint[_TRAINED] = {name: theirs.detach() for name, _, theirs in averages}
+        trained = {name: theirs.detach() for name, _, theirs in averages}
+        checkpoint[_TRAINED] = gathered(trained, is_first())
         with self.ema.swapped(pl_module):
-            checkpoint["state_dict"] = trainer.strategy.lightning_module_state_dict()
+            found = trainer.strategy.lightning_module_state_dict()
+            # The memory of shards gets the weights that train again.
+            checkpoint["state_dict"] = {
+                name: value.clone() if is_dtensor(value) else value for name, value in found.items()
+            }
 
     @torch.no_grad()
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Dict[str, Any]) -> None:
         if trainer.state.fn == "fit" and _TRAINED in checkpoint:
             tensors = {**dict(pl_module.named_parameters()), **dict(pl_module.named_buffers())}
             for name, trained in checkpoint[_TRAINED].items():
-                tensors[name].copy_(trained)
+                tensors[name].copy_(cut_like(tensors[name], trained, name))
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         if trainer.global_step != self._step:  # not within accumulation

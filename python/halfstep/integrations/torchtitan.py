@@ -7,10 +7,11 @@ config.optimizer = OptimizersContainer.Config(options={"lr": 8e-4, "states": "in
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Dict, List
+from typing import Any, Dict, List, Optional
 
 import torch
 
+from ..ema import EMA
 from ..rules import class_and_options, classes, optimizer
 from ._text import read
 
@@ -43,6 +44,10 @@ class OptimizersContainer(titan.OptimizersContainer):
         options: Dict[str, Any] = field(default_factory=dict)
         """Options of all optimizers; `optimizer_kwargs` of a group stand above them."""
 
+        ema: Optional[Dict[str, Any]] = None
+        """Options of halfstep.EMA. Each part of the model then has averages, in `averages`, which
+        follow each step and are in each checkpoint."""
+
     def __init__(self, config: Any, *, model_parts: List[torch.nn.Module]) -> None:
         if config.implementation == "fused_opt_states_bf16":
             raise ValueError(
@@ -63,6 +68,34 @@ class OptimizersContainer(titan.OptimizersContainer):
                 f"halfstep: clip_norm= would clip each of these {len(self)} optimizers by the norm"
                 " of its own gradients; clip by training.max_norm, and leave clip_norm out"
             )
+
+        self.averages: List[EMA] = []
+        if config.ema is not None:
+            self.averages = [EMA(part, **read(EMA, config.ema)) for part in model_parts]
+            self.register_step_post_hook(type(self)._update)
+
+    def _update(self, *_):
+        """Moves the averages, after a step."""
+        for part, ema in zip(self.model_parts, self.averages):
+            ema.update_parameters(part, self.optimizers)
+
+    def _named_averages(self):
+        """Yields what the names of averages in a checkpoint begin with, and the averages. Parts of
+        a pipeline have parameters of their own."""
+        for ema in self.averages:
+            yield f"ema.{next(iter(ema.module.state_dict()))}.", ema
+
+    def state_dict(self) -> Dict[str, Any]:
+        found = super().state_dict()
+        for begin, ema in self._named_averages():
+            found.update({begin + key: value for key, value in ema.state_dict().items()})
+        return found
+
+    def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for begin, ema in self._named_averages():
+            own = {k[len(begin) :]: v for k, v in state_dict.items() if k.startswith(begin)}
+            ema.load_state_dict(own)
 
     @staticmethod
     def _resolve_optimizer_factory(name):

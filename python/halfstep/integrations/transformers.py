@@ -24,11 +24,12 @@ from .. import plan
 from .._forecast.models import model_of
 from .._settings.assignment import patterns_of
 from .._tensors.devices import gpu_memory
+from .._tensors.sharding import cut_like, is_dtensor, reshard
 from .._tensors.torch_public import warn
 from .._weights8 import savers
 from ..optimizer import Optimizer, unwrapped
 from ..rules import class_and_options, classes
-from ._averages import Averages
+from ._averages import Averages, gathered
 from ._text import missing, read
 
 try:
@@ -158,6 +159,12 @@ def _groups(model):
     return groups
 
 
+def _read(path, model):
+    """Returns the averages in a file. Ranks that take their parts of them do not read the rest."""
+    mapped = any(map(is_dtensor, model.parameters()))
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+
+
 @torch.no_grad()
 def load_averages(model: torch.nn.Module, folder: Union[str, "os.PathLike[str]"]) -> Dict[str, Any]:
     """Writes the averages in a checkpoint of EMACallback into a model, for good, and returns their
@@ -166,7 +173,8 @@ def load_averages(model: torch.nn.Module, folder: Union[str, "os.PathLike[str]"]
     model     the model, with the names of the one that was trained
     folder    the checkpoint's folder
     """
-    saved = torch.load(os.path.join(folder, _FILE), map_location="cpu", weights_only=True)
+    reshard(model)
+    saved = _read(os.path.join(folder, _FILE), model)
     ours = [*model.named_parameters(), *model.named_buffers()]
     ours = [(f"module.{name}", tensor) for name, tensor in ours if tensor.is_floating_point()]
     found = [(tensor, saved[name]) for name, tensor in ours if name in saved]
@@ -177,7 +185,7 @@ def load_averages(model: torch.nn.Module, folder: Union[str, "os.PathLike[str]"]
             " was trained"
         )
     for mine, theirs in found:
-        mine.copy_(theirs)
+        mine.copy_(cut_like(mine, theirs, "an average"))
     return saved
 
 
@@ -230,7 +238,7 @@ class EMACallback(TrainerCallback, ExportableState):
                     " args.resume_from_checkpoint to the checkpoint's folder, or leave EMACallback"
                     " out"
                 )
-            saved = torch.load(found, map_location="cpu", weights_only=True)
+            saved = _read(found, kwargs["model"])
         self.averages.begin(kwargs["model"], optimizer, saved)
         # The trainer calls these before it evaluates and before it trains.
         optimizer.eval, optimizer.train = self.averages.put_in, self.averages.take_out
@@ -274,8 +282,9 @@ class EMACallback(TrainerCallback, ExportableState):
             )
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        saved = gathered(self.ema.state_dict(), args.should_save)  # by all ranks
         if args.should_save:
-            torch.save(self.ema.state_dict(), os.path.join(self._folder(args, state), _FILE))
+            torch.save(saved, os.path.join(self._folder(args, state), _FILE))
 
     @staticmethod
     def _folder(args, state):

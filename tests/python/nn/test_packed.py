@@ -387,7 +387,6 @@ def test_what_is_refused():
             "quantize_",
         ),
         (lambda: halfstep.AdamW(model.parameters(), compile=True), "compile=True"),
-        (lambda: halfstep.EMA(model), "EMA is not available for 8-bit weights"),
         (lambda: halfstep.EMA(network(), weights="int8-sr"), "unknown weights="),
         (
             lambda: halfstep.AdamW([Parameter(model[0].weight.detach().t())]),
@@ -401,10 +400,33 @@ def test_what_is_refused():
         ),
     ):
         assert text in outcome(act)
-    plain = halfstep.EMA(network(torch.bfloat16))
-    assert "EMA is not available" in outcome(lambda: plain.update_parameters(model))
     frozen = copy.deepcopy(model).requires_grad_(False)
     halfstep.EMA(torch.nn.Sequential(frozen, torch.nn.Linear(4, 4)))
+
+
+@formats
+@pytest.mark.parametrize("averages", ["bf16-kahan", "f32"])
+def test_averages_of_packed_weights(format, averages):
+    """They are those of decoded weights with their error codes."""
+    model, opt = make_network(format)
+    plain = network(torch.bfloat16).float()
+    ema = halfstep.EMA(model, 0.9, averages, seed=1)
+    twin = halfstep.EMA(network(torch.bfloat16), 0.9, averages, seed=1)
+    for step in range(3):
+        train(model, opt, step, step + 1)
+        ema.update_parameters(model, opt)
+        plain.load_state_dict(halfstep.full_precision_state_dict(model, opt))
+        twin.update_parameters(plain)
+    found, wanted = ema.state_dict(), twin.state_dict()
+    assert {k: bits(v) for k, v in found.items()} == {k: bits(v) for k, v in wanted.items()}
+    own = {k: bits(getattr(v, "packed", v)) for k, v in model.state_dict().items()}
+    with torch.no_grad(), ema.swapped(model):
+        for p, q in zip(model.parameters(), ema.module.parameters()):
+            if hasattr(p, "packed"):
+                assert torch.equal(p.packed, halfstep.nn.pack(q.detach()))
+        assert not torch.equal(model[0].weight.dequantize(), plain[0].weight)
+    assert own == {k: bits(getattr(v, "packed", v)) for k, v in model.state_dict().items()}
+    train(model, opt, 3, 4)  # without a warning about a write
 
 
 # ---- GPUs and ranks ------------------------------------------------------------------------------

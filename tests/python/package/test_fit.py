@@ -16,7 +16,7 @@ import halfstep
 from halfstep import __main__ as program
 from halfstep._forecast.trace import KINDS, prepared, trace
 from halfstep._tensors import torch_private
-from halfstep.fit import _largest
+from halfstep.fit import DEVICE_CODE, _largest
 from halfstep.plan import plan
 
 RECIPES = ["adamw/bf16-sr/int8", "adamw/int8-ecc4/int8"]
@@ -93,6 +93,10 @@ def test_bytes_of_the_optimizer_are_those_of_plan():
     assert row_of(found, "StateStreaming").copied == 2 * row_of(found, "StateStreaming").host
     (stored,) = plan(net(), RECIPES[0], store=True, offload=True).rows
     assert row_of(found, "CPUOffload, store").written == stored.written
+    others = halfstep.fit(net(), step, recipes=RECIPES[0], kernels=False).rows
+    assert [row.way for row in others] == [x.way for x in found.rows if "CPUOffload" in x.way]
+    code = [x.device - y.device for x in found.rows for y in others if x.way == y.way]
+    assert code == [DEVICE_CODE] * len(others)
 
 
 def test_parts_add_up_and_gradients_die_in_release():
@@ -285,6 +289,7 @@ def elsewhere(model):
         (step, {"batch": 0}, "neither a whole number"),
         (step, {"ranks": 0}, "at least 1"),
         (step, {"device": "tpu"}, "known: 'cuda', 'cpu'"),
+        (step, {"device": "cpu", "kernels": False}, "is for a GPU"),
         (step, {"recipes": "ema/bf16"}, "not an optimizer"),
         (step, {"memory": "much"}, "not a size in bytes"),
     ],

@@ -10,6 +10,7 @@ import torch
 import halfstep
 from halfstep import __main__ as program
 from halfstep._library import abi
+from halfstep._tensors import devices
 
 
 def said(capsys, *arguments):
@@ -34,6 +35,15 @@ def test_info(capsys):
     found = json.loads(out)
     assert (found["version"], found["rules"]) == (halfstep.__version__, list(abi.rules))
     assert found["instruction_set"]
+    assert "accelerator" in out and torch.cuda.is_available() == (found["accelerator"] == "cuda")
+
+
+def test_a_device_without_kernels(capsys, monkeypatch):
+    monkeypatch.setattr(devices, "accelerator", lambda: torch.device("xpu"))
+    assert "xpu: stepped on the processor" in said(capsys, "info")[1]
+    for options in ((), ("--device-memory", "24G")):
+        code, out, _ = said(capsys, "plan", "1B", "--no-kernels", *options)
+        assert code == 0 and ("CPUOffload" if options else "states offloaded") in out
 
 
 @pytest.mark.told("muon: momentum_buffer in int4")

@@ -333,6 +333,13 @@ def test_matrices_with_products_are_streamed():
     (row,) = plan(shapes, recipe, offload=True, release=True).rows
     assert row.total == ways["StateStreaming, gradient_release"].total
     assert "StateStreaming" in plan(shapes, "lion", device_memory="5G")._repr_html_()
+    # A GPU without kernels steps nothing, so that these, too, are stepped by the processor.
+    (row,) = plan(shapes, recipe, kernels=False).rows
+    assert (row.host, row.copied) == (plain.states + row.copied, plain.weights + plain.gradients)
+    assert (row.total, row.states) == (row.copied, 0)
+    found = plan(shapes, recipe, device_memory="5G", kernels=False)
+    assert all(row.way.startswith("CPUOffload") for row in found.rows)
+    assert "leave out the products of muon" in str(found)
     for options, said in (
         ({"release": True}, "device_memory="),
         ({"offload": True}, "device_memory="),

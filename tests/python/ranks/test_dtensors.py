@@ -547,14 +547,11 @@ def impossible(rank, size, folder):
     params = cut(values_of(SHAPES, torch.bfloat16), mesh_of((size,)), rows)
     opt = halfstep.AdamW(params.items())
     train(opt, params, 0, 1)
-    module = nn.Module()
-    module.weight = params["body.weight"]
     return [
         outcome(attempt)
         for attempt in (
             lambda: opt.save_safetensors(f"{folder}/file"),
             lambda: opt.load_safetensors(f"{folder}/file"),
-            lambda: halfstep.EMA(module),
             lambda: halfstep.AdamW(params.items(), compile=True),
         )
     ]
@@ -563,7 +560,7 @@ def impossible(rank, size, folder):
 def test_what_cannot_be_had_of_parts_is_refused(pool, tmp_path):
     for said in pool.run(2, impossible, str(tmp_path)):
         assert "torch.distributed.checkpoint" in said[0] and said[1] == said[0]
-        assert "whole copy" in said[2] and "torch.compile the model" in said[3]
+        assert "torch.compile the model" in said[2]
 
 
 def read_and_written(rank, size):

@@ -384,25 +384,22 @@ def test_positions_count_without_names(tmp_path):
         halfstep.AdamW(groups, states_from=tmp_path, **OPTIONS)
 
 
-def test_several_ranks_are_refused(tmp_path):
+def test_one_file_of_several_ranks_is_refused(tmp_path):
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     _, opt = trained()
-    torch.save(opt.state_dict(), tmp_path / "optimizer.pt")
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
         model = tiny()
         fully_shard(model, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (2,)))
-        other = halfstep.AdamW(model.named_parameters(), **OPTIONS)
-        with pytest.raises(ValueError, match="DTensors of several ranks"):
-            other.load_states(tmp_path)
         held = copy.copy(opt.state_dict())
         held["state"] = {0: {"exp_avg": next(model.parameters()).detach()}}
-        torch.save(held, tmp_path / "optim_world_size_2_rank_0.pt")
-        (tmp_path / "optimizer.pt").unlink()
-        refuses(tmp_path, "holds one rank's part of the states")
+        torch.save(held, tmp_path / "optim_world_size_3_rank_0.pt")
+        refuses(tmp_path, "holds one rank's part of the states: give the folder that has")
+        torch.save(held, tmp_path / "optim_world_size_3_rank_1.pt")
+        refuses(tmp_path, "holds states of 2 ranks, and 3 have saved them")
     finally:
         dist.destroy_process_group()
 

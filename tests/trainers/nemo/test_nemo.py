@@ -5,13 +5,14 @@ GPU's, because the recipe asks the current GPU for its number and its memory. A 
 keeps the weights where they are made.
 """
 
+import copy
 import json
 import os
 
 import pytest
 import torch
 import yaml
-from common import EXACT, OPTIONS, bits, blocks, goes_on, same
+from common import EXACT, OPTIONS, bits, blocks, goes_on, plain, same
 from nemo_automodel.components.config.loader import ConfigNode
 from nemo_automodel.recipes.llm.train_ft import TrainFinetuneRecipeForNextTokenPrediction
 
@@ -189,13 +190,40 @@ def test_release_is_refused_under_accumulation(train):
 
 
 @pytest.mark.cell("NeMo Automodel", "EMA")
-def test_an_average_of_sharded_weights_is_refused(train, cell):
-    """NeMo shards the weights as soon as there are two ranks."""
-    recipe = train(optimizer=optimizer(), step_scheduler={"max_steps": 3})
-    halfstep.EMA(recipe.model).update_parameters(recipe.model, recipe.opt)
+def test_an_average_follows_the_optimizer(train, monkeypatch):
+    """It goes on when NeMo shards the weights, which it does as soon as there are two ranks."""
+
+    def setup(recipe):
+        own(recipe)
+        recipe.ema = halfstep.EMA(recipe.model, 0.5, "bf16-kahan")
+        recipe.opt.register_step_post_hook(
+            lambda opt, *_: recipe.ema.update_parameters(recipe.model, opt)
+        )
+
+    own = Recipe.setup
+    monkeypatch.setattr(Recipe, "setup", setup)
+    recipe = train(optimizer=optimizer())
+    assert int(recipe.ema.n_averaged) == 6
+    twin = copy.deepcopy(recipe.model)
+    twin.load_state_dict(recipe.start, strict=False)
+    by_hand, opt = (
+        halfstep.EMA(twin, 0.5, "bf16-kahan"),
+        halfstep.AdamW(twin.parameters(), **OPTIONS),
+    )
+    for grads, lr, decay in recipe.steps:
+        opt.param_groups[0].update(lr=lr, weight_decay=decay)
+        for p, grad in zip(twin.parameters(), grads):
+            p.grad = grad.clone()
+        opt.step()
+        by_hand.update_parameters(twin, opt)
+    assert plain(recipe.ema.state_dict()) == plain(by_hand.state_dict())
     torch.distributed.fsdp.fully_shard(recipe.model, mesh=recipe.device_mesh["dp_shard"])
-    with cell.refuses(ValueError, match="DTensor"):
-        halfstep.EMA(recipe.model)
+    sharded = halfstep.EMA(recipe.model, 0.5, "bf16-kahan")
+    sharded.load_state_dict(recipe.ema.state_dict())
+    sharded.update_parameters(recipe.model)
+    by_hand.update_parameters(twin)
+    for p, q in zip(sharded.module.parameters(), by_hand.module.parameters()):
+        assert bits(p.to_local()) == bits(q)
 
 
 def test_losses_are_those_of_torch(train, tmp_path):

@@ -330,10 +330,38 @@ def test_gradient_release(tmp_path):
 
 
 @pytest.mark.cell("torchtitan", "EMA")
-def test_averages(tmp_path, cell):
-    trainer = job(tmp_path, ours()).build()
-    with cell.refuses(ValueError, match="whole copy"):
-        halfstep.EMA(trainer.model_parts[0])
+def test_averages(tmp_path):
+    """The averages are those of a loop, are resumed, and leave the weights that train alone."""
+    averages = {"decay": 0.5, "weights": "bf16-kahan"}
+
+    def config(folder, steps=6):
+        options = {"lr": 1e-2, **OPTIONS}
+        return job(
+            tmp_path / folder, OptimizersContainer.Config(options=options, ema=averages), steps
+        )
+
+    def held(ema):
+        return plain({name: local(value) for name, value in ema.state_dict().items()})
+
+    def watch(trainer):
+        (model,), container = trainer.model_parts, trainer.optimizers
+        hand.append(halfstep.EMA(model, **averages))
+        container.register_step_post_hook(
+            lambda *_: hand[0].update_parameters(model, list(container))
+        )
+
+    hand = []
+    whole, losses = train(config("whole"), watch)
+    (ema,) = whole.optimizers.averages
+    assert int(ema.n_averaged) == 6 and held(ema) == held(hand[0])
+    without, _ = train(job(tmp_path / "without", ours(), 6))
+    assert weights(whole.model_parts[0]) == weights(without.model_parts[0])
+    train(config("parts", 3))
+    resumed, again = train(config("parts"))
+    assert again == losses[3:] and held(resumed.optimizers.averages[0]) == held(ema)
+    with ema.swapped(whole.model_parts[0]) as model:
+        own = weights(model)
+        assert own == weights(ema.module) != weights(without.model_parts[0])
 
 
 def test_what_is_refused():

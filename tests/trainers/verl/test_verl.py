@@ -258,10 +258,27 @@ def test_release_is_refused_under_accumulation(make):
 
 
 @pytest.mark.cell("verl", "EMA")
-def test_an_average_of_sharded_weights_is_refused(make, cell):
-    engine = make(*BF16, given(**OPTIONS))
-    with cell.refuses(ValueError, match="DTensor"):
-        halfstep.EMA(engine.module)
+def test_an_average_follows_the_optimizer(make):
+    """It has the bits of an average of whole weights."""
+    engine = make(*BF16, "optim.lr=1e-2", given(**OPTIONS))
+    ema = halfstep.EMA(engine.module, 0.5, "bf16-kahan")
+    whole = language_model(dtype=torch.bfloat16)
+    twin = halfstep.EMA(whole, 0.5, "bf16-kahan")
+
+    def update(opt, *_):
+        ema.update_parameters(engine.module)
+        whole.load_state_dict({name: as_local(p) for name, p in engine.module.named_parameters()})
+        twin.update_parameters(whole)
+
+    engine.optimizer.register_step_post_hook(update)
+    train(engine, range(4))
+    own = weights_of(engine)
+    averages = [local(p) for p in ema.module.parameters()]
+    assert averages == [bits(p) for p in twin.module.parameters()] != own
+    with ema.swapped(engine.module):
+        assert weights_of(engine) == averages
+        engine.module(input_ids=torch.ones(1, 4, dtype=torch.long))
+    assert weights_of(engine) == own
 
 
 def test_losses_are_those_of_torch(make):

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import traceback
 import warnings
+from pathlib import Path
 
 import pytest
 import standin
@@ -398,6 +399,26 @@ def check_states_go_either_way(stand_in):
         assert torch.equal(values[0], values[2]) and torch.equal(values[1], values[3])
 
 
+def check_8_bit_weights(stand_in):
+    for fmt in ("int8-ecc4", "int8-sr"):
+        torch.manual_seed(0)
+        here = nn.Sequential(nn.Linear(128, 64)).bfloat16()
+        halfstep.nn.quantize_(here, fmt)
+        there = copy.deepcopy(here).to(stand_in.device)
+        opts = [halfstep.AdamW(net.named_parameters(), seed=1, lr=1e-2) for net in (here, there)]
+        for step in range(1, 4):
+            for net, opt in zip((here, there), opts):
+                for (name, p), g in zip(net.named_parameters(), gradients(here, step).values()):
+                    p.grad = g.to(p.device)
+                opt.step()
+        whole = [
+            halfstep.full_precision_state_dict(net, opt) for net, opt in zip((here, there), opts)
+        ]
+        assert all(torch.equal(v, whole[1][name].cpu()) for name, v in whole[0].items())
+        x = randn((4, 128), 1, torch.bfloat16)
+        assert torch.equal(here(x), there(x.to(stand_in.device)).cpu())
+
+
 def check_a_file_of_states(stand_in):
     for place in ("first", "second"):
         with tempfile.TemporaryDirectory() as folder:
@@ -675,13 +696,10 @@ def errors(request):
     ]
     done = subprocess.run(
         [
-            sys.executable,
-            "-X",
-            "faulthandler",
-            "-c",
-            f"import test_standin; test_standin.main({names})",
+            *(sys.executable, "-X", "faulthandler", "-c"),
+            f"import conftest, test_standin; test_standin.main({names})",
         ],
-        cwd=os.path.dirname(os.path.abspath(__file__)),
+        cwd=Path(__file__).parents[1],
         capture_output=True,
         text=True,
     )

@@ -6,7 +6,7 @@
  *   streams   do their work when somebody waits for it, and no sooner. Freed memory is overwritten before it is used again
  *   kernels   are those of the processor: each operator waits for the current stream, and its result arrives later
  *
- * tests/python/standin/__init__.py compiles and loads this file. */
+ * tests/python/gpu/standin/__init__.py compiles and loads this file. */
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/CachingHostAllocator.h>
