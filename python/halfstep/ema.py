@@ -18,7 +18,7 @@ import torch
 
 from ._library import abi, calls
 from ._library.abi import SLOT_GRADIENT, invoke, lib
-from ._placement.memory import Placement
+from ._placement.beside import Placement
 from ._ranks import agreement
 from ._settings.options import seed_of
 from ._states import layout

@@ -14,7 +14,7 @@ from .._tensors import devices, matrices, sharding
 from .._tensors.parameters import PLAIN, check_gradient, dense, follow_gradients
 from .._tensors.sharding import local, stored
 from .._tensors.torch_public import warn_once
-from .memory import Placement
+from .beside import Placement
 from .overlap import Overlap
 
 

@@ -17,7 +17,7 @@ from .._library import abi, calls
 from .._library.abi import check, lib
 from .._tensors import devices
 from .._tensors.sharding import group_of, is_sharded_buffer, number_of
-from .classes import add_up, agree_on, classes_of, in_order, limbs_of, ranks_of, value_of
+from .spreads import add_up, agree_on, in_order, limbs_of, ranks_of, spreads_of, value_of
 
 #: number of the statistics before the flags of the tensors: the limbs of the sum of all squares
 HEAD = calls.count_statistics(None, calls.end_of_round())[0]
@@ -32,12 +32,12 @@ class Ranks:
     """
 
     def __init__(self, settings, groups, engine):
-        self.classes = classes_of(settings, groups)
-        self.divided = [c for c in self.classes if c.groups]
+        self.spreads = spreads_of(settings, groups)
+        self.divided = [c for c in self.spreads if c.groups]
         group = group_of(settings.norm_group)
         self.norm_groups = () if group is None else (group,)
         inside = set().union(*map(ranks_of, self.norm_groups))
-        shared = {ranks_of(g): g for cls in self.divided for g in cls.groups}
+        shared = {ranks_of(g): g for spread in self.divided for g in spread.groups}
         #: by their ranks: the groups that share parameters, unless the norm group has all of them
         self.around = {ranks: g for ranks, g in shared.items() if not inside.issuperset(ranks)}
         self.engine = weakref.proxy(engine)
@@ -92,47 +92,49 @@ class Ranks:
         """True if other ranks take part in the verdict."""
         return bool(self.divided or self.norm_groups or self.gathered)
 
-    def _members(self, cls):
-        return [(row, self.index_of[p]) for row, p in enumerate(cls.params) if p in self.index_of]
+    def _members(self, spread):
+        return [
+            (row, self.index_of[p]) for row, p in enumerate(spread.params) if p in self.index_of
+        ]
 
-    def _share_flags(self, cls, statistics, gradients):
-        """Adds limbs and flags over the ranks of a class. Returns True if one of the ranks has
-        parameters of other classes. Fails if only some of the ranks have a gradient of a
+    def _share_flags(self, spread, statistics, gradients):
+        """Adds limbs and flags over the ranks of a spread. Returns True if one of the ranks has
+        parameters of other spreads. Fails if only some of the ranks have a gradient of a
         parameter."""
-        members = self._members(cls)
-        size = len(cls.params)
+        members = self._members(spread)
+        size = len(spread.params)
         packed = devices.zeros(HEAD + 2 * size + 1, torch.int64)
         packed[:HEAD] = statistics[:HEAD]
-        packed[-1] = int(len(self.classes) > 1)
+        packed[-1] = int(len(self.spreads) > 1)
         for row, i in members:
             packed[HEAD + row] = statistics[HEAD + i]
             packed[HEAD + size + row] = int(bool(gradients[i]))
-        add_up(packed, cls.groups)
-        self._check_counts(cls, packed[HEAD + size : -1])
+        add_up(packed, spread.groups)
+        self._check_counts(spread, packed[HEAD + size : -1])
         statistics[:HEAD] = packed[:HEAD]
         for row, i in members:
             statistics[HEAD + i] = packed[HEAD + row]
         return bool(packed[-1])
 
     def _counted(self, sums):
-        """Adds up what this rank counts of exact sums: those of all classes, but for a norm group
+        """Adds up what this rank counts of exact sums: those of all spreads, but for a norm group
         only of parameters that no earlier rank of the group counts. `sums` has a tensor for each
         class."""
         if self.norm_groups:
             rank, ranks = torch.distributed.get_rank(), ranks_of(*self.norm_groups)
-            counted = [cls.is_counted_by(rank, ranks) for cls in self.classes]
+            counted = [spread.is_counted_by(rank, ranks) for spread in self.spreads]
             sums = [own for own, here in zip(sums, counted) if here] or [torch.zeros_like(sums[0])]
         return sum(sums)
 
     def _agree(self, mixed, sums, whole, refuses=False):
         """Gives ranks that share parameters and have others beside them the same sums. Returns True
         if one of them refuses the step. `mixed` has the ranks of the groups where there are such
-        others. `sums` has a tensor of exact sums for each class, `whole` those of all."""
+        others. `sums` has a tensor of exact sums for each spread, `whole` those of all."""
         totals = [value_of(limbs) for limbs in whole]
         for ranks, group in self.around.items():
             if ranks in mixed:
-                others = [i for i, cls in enumerate(self.classes) if ranks not in cls.over]
-                names = [name for i in others for name in self.classes[i].not_on(ranks)]
+                others = [i for i, spread in enumerate(self.spreads) if ranks not in spread.over]
+                names = [name for i in others for name in self.spreads[i].not_on(ranks)]
                 beside = sum((sums[i] for i in others), torch.zeros_like(whole))
                 beside = [value_of(limbs) for limbs in beside]
                 refuses, totals = agree_on(group, refuses, names, beside, totals)
@@ -141,10 +143,10 @@ class Ranks:
                 limbs.copy_(limbs_of(total, HEAD))
         return refuses
 
-    def _check_counts(self, cls, counts):
+    def _check_counts(self, spread, counts):
         """Fails if only some of the ranks have a gradient of a parameter: `counts` of them."""
-        ranks = math.prod(map(torch.distributed.get_world_size, cls.groups))
-        for name, has in zip(cls.names, counts.tolist()):
+        ranks = math.prod(map(torch.distributed.get_world_size, spread.groups))
+        for name, has in zip(spread.names, counts.tolist()):
             if has not in (0, ranks):
                 raise RuntimeError(
                     f"halfstep: parameter {name!r} has a gradient on {has} of the"
@@ -154,13 +156,13 @@ class Ranks:
     def _gather_gradients(self, gradients):
         """Brings gradients to the ranks that step them for others. Puts their addresses there into
         the array. Fails before that if only some of the ranks have one."""
-        for cls in self.divided:
-            if any(p in self.gathered for p in cls.params):
-                counts = devices.zeros(len(cls.params), torch.int64)
-                for row, i in self._members(cls):
+        for spread in self.divided:
+            if any(p in self.gathered for p in spread.params):
+                counts = devices.zeros(len(spread.params), torch.int64)
+                for row, i in self._members(spread):
                     counts[row] = int(bool(gradients[i]))
-                add_up(counts, cls.groups)
-                self._check_counts(cls, counts)
+                add_up(counts, spread.groups)
+                self._check_counts(spread, counts)
         for part in self.engine.parts:
             places = range(part.first, part.first + part.n)
             some = [i for i in places if self.members[i].gathered and gradients[i]]
@@ -170,11 +172,11 @@ class Ranks:
                     gradients[i] = address
 
     def _share_sums(self, statistics):
-        for cls in self.divided:
-            found = [self.places[i] for _, i in self._members(cls) if self.places[i][1]]
+        for spread in self.divided:
+            found = [self.places[i] for _, i in self._members(spread) if self.places[i][1]]
             if found:
                 packed = torch.cat([statistics[at : at + many] for at, many in found])
-                add_up(packed, cls.groups)
+                add_up(packed, spread.groups)
                 for (at, many), piece in zip(found, packed.split([many for _, many in found])):
                     statistics[at : at + many] = piece
 
@@ -183,9 +185,9 @@ class Ranks:
         each handle and number receives the sums, as halfstep.h says of totals. `mixed` is that of
         _agree()."""
         shape = len(self.numbers), self.totals * HEAD
-        sums = [torch.zeros(shape, dtype=torch.int64, device="cpu") for _ in self.classes]
-        for cls, of in zip(self.classes, sums):
-            for _, i in self._members(cls):
+        sums = [torch.zeros(shape, dtype=torch.int64, device="cpu") for _ in self.spreads]
+        for spread, of in zip(self.spreads, sums):
+            for _, i in self._members(spread):
                 own = statistics[self.places[i][0] :][: self.totals * HEAD]
                 of[self.rows[i]] += own
                 own.zero_()
@@ -263,15 +265,15 @@ class Ranks:
         for stage in [part.stage for part in parts if part.stage is not None][:2]:
             stage.begin()
         squares, mixed = [], set()
-        for cls in self.classes:
+        for spread in self.spreads:
             some = gradients
             if self.divided:
                 some = (ctypes.c_void_p * self.n)()
-                for _, i in self._members(cls):
+                for _, i in self._members(spread):
                     some[i] = gradients[i]
             statistics = self._begin(some, micro, ahead)
-            if cls.groups and self._share_flags(cls, statistics, gradients):
-                mixed |= cls.over
+            if spread.groups and self._share_flags(spread, statistics, gradients):
+                mixed |= spread.over
             squares.append(statistics[:HEAD].view(1, HEAD))
             total += statistics
         own = refuses = bool(total[HEAD : self.sums].any())
@@ -329,7 +331,7 @@ class Ranks:
     def step_one(self, m, weight, gradient, micro):
         """Does the work of step() for one member, in gradient release. Returns the code."""
         handle = m.handle
-        groups = next((c.groups for c in self.classes if any(p is m.p for p in c.params)), ())
+        groups = next((c.groups for c in self.spreads if any(p is m.p for p in c.params)), ())
         call = calls.one_tensor(m.index, weight, gradient, micro)
         count, offset = calls.count_statistics(handle, call)
         statistics = devices.zeros(count, torch.int64)
@@ -344,7 +346,7 @@ class Ranks:
         return calls.finish(handle, call)
 
     def end_round(self):
-        if len(self.classes) > 1:
+        if len(self.spreads) > 1:
             raise RuntimeError(
                 "halfstep: in release the norm of a round cannot be taken over parameters of"
                 ' several meshes; use clip="per-tensor", or one mesh for all'
@@ -354,8 +356,8 @@ class Ranks:
             statistics = torch.zeros_like(total)
             calls.begin(part, calls.end_of_round(statistics.data_ptr()))
             total += statistics
-        for cls in self.classes:
-            add_up(total, cls.groups)
+        for spread in self.spreads:
+            add_up(total, spread.groups)
         total = self._counted([total])
         add_up(total, self.norm_groups)
         code = abi.OK
@@ -369,8 +371,8 @@ def everywhere(settings, groups, value):
     """Returns True if a condition holds on all ranks that share the parameters of an optimizer. All
     these ranks must call it."""
     answer = torch.tensor([int(not value)], dtype=torch.int64, device="cpu")
-    for cls in classes_of(settings, groups):
-        add_up(answer, cls.groups)
+    for spread in spreads_of(settings, groups):
+        add_up(answer, spread.groups)
     group = group_of(settings.norm_group)
     if group is not None:
         add_up(answer, (group,))
@@ -396,10 +398,10 @@ def agree(settings, groups, wanted, more=None):
     group = group_of(settings.norm_group)
     if group is not None:  # its ranks hold different parameters
         _compare(common, (group,), "have one norm_group")
-    for cls in classes_of(settings, groups):
-        if not cls.groups:
+    for spread in spreads_of(settings, groups):
+        if not spread.groups:
             continue
-        known = {id(p) for p in cls.params}
+        known = {id(p) for p in spread.params}
         told, place = dict(common), 0
         for one in wanted:
             if id(one.p) in known:
@@ -408,7 +410,7 @@ def agree(settings, groups, wanted, more=None):
                 )
                 told[f"id of parameter {place}"] = f"{one.id:016x} ({one.name})"
                 place += 1
-        _compare(told, cls.groups, "share parameters")
+        _compare(told, spread.groups, "share parameters")
 
 
 def _compare(told, groups, who):

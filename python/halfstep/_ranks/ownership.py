@@ -18,7 +18,7 @@ from .._tensors import devices, matrices, sharding
 from .._tensors.parameters import stored_dtype
 from .._tensors.sharding import local, stored, stored_whole
 from .._tensors.torch_private import box_of
-from .classes import devices_of
+from .spreads import devices_of
 
 #: the most bytes of weights and states that an owner has of one batch, unless one matrix has more
 BATCH_BYTES = 64 << 20

@@ -5,7 +5,7 @@ import torch
 
 from .._library import abi
 from .._ranks import agreement
-from .._ranks.classes import classes_of
+from .._ranks.spreads import spreads_of
 from .._states.members import NOTHING, Member
 from .._tensors import devices
 from .._tensors.parameters import stored_dtype
@@ -228,7 +228,7 @@ class Steps:
         if self._agreed:
             return
         settings, groups = self.groups.settings(), self.groups.param_groups
-        shared = {id(p) for c in classes_of(settings, groups) if c.groups for p in c.params}
+        shared = {id(p) for s in spreads_of(settings, groups) if s.groups for p in s.params}
         params = [member for member in self.groups.members() if id(member[2]) in shared]
         wanted, _ = self.placement.describe([(g, i, p, "f32") for g, i, p in params])
         agreement.agree(settings, groups, wanted, more)

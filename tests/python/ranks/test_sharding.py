@@ -23,7 +23,7 @@ from conftest import (
 )
 
 import halfstep
-from halfstep._ranks import classes
+from halfstep._ranks import spreads
 
 
 @rules
@@ -172,10 +172,10 @@ def test_a_warmup_from_zero_is_no_priming_step():
     "device", ["cpu", "cpu:0"]
 )  # the tensor itself is added, or a copy where a group adds, as NCCL on its GPU
 def test_sums_over_groups_come_back_from_where_they_are_made(monkeypatch, device):
-    monkeypatch.setattr(classes, "devices_of", lambda group: [device])
+    monkeypatch.setattr(spreads, "devices_of", lambda group: [device])
     monkeypatch.setattr(
         torch.distributed, "all_reduce", lambda numbers, op, group: numbers.mul_(group)
     )
     numbers = torch.arange(5)
-    classes.add_up(numbers, (3, 4))
+    spreads.add_up(numbers, (3, 4))
     assert numbers.tolist() == [0, 12, 24, 36, 48]

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 import halfstep
 import halfstep.compat.torchao
-from halfstep._placement.memory import Placement
+from halfstep._placement.beside import Placement
 from halfstep.rules import classes
 
 

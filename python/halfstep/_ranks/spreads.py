@@ -15,7 +15,7 @@ _LIMB, _UNIT = 32, -1074
 _NOISE = 2e-3
 
 
-class Class:
+class Spread:
     """The parameters of an optimizer that are divided over the same ranks, in the order of its
     groups. `names` are those that the groups or the parameters know, or places. `holders` are all
     ranks that have these parameters, replicas included; () if there is no norm_group."""
@@ -43,8 +43,8 @@ def ranks_of(group):
     return tuple(torch.distributed.get_process_group_ranks(group))
 
 
-def classes_of(settings, groups):
-    """Returns the classes of all parameters, in an order that all ranks agree on. One class holds
+def spreads_of(settings, groups):
+    """Returns the spreads of all parameters, in an order that all ranks agree on. One spread holds
     the parameters that are not divided. Those that one rank steps for others count as divided."""
     found, seen = {}, set()
     for rule, group in zip(settings.rules, groups):
@@ -64,10 +64,12 @@ def classes_of(settings, groups):
             if group_of(settings.norm_group) is not None:
                 holders = tuple(holders_of(p, settings.owners))
             key = frozenset(map(ranks_of, ranks)), holders
-            cls = found.setdefault(key, Class(ranks, holders))
+            spread = found.setdefault(key, Spread(ranks, holders))
             known = group.get("param_names")
-            cls.names.append(known[i] if known else getattr(p, "_halfstep_name", len(cls.params)))
-            cls.params.append(p)
+            spread.names.append(
+                known[i] if known else getattr(p, "_halfstep_name", len(spread.params))
+            )
+            spread.params.append(p)
     return list(found.values())
 
 
