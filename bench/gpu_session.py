@@ -18,8 +18,9 @@ tests/python/requirements.txt that are installed. A machine without clang takes 
 elsewhere, and what `python lab/gpu_arithmetic.py --compile --ptx build/arithmetic.ptx` writes.
 Neighbours that check bits and faults run side by side. What is timed runs alone. --logs gets the
 logs and results.md, whose tables are ready for docs/results.md. A step writes its part when it
-ends, so that a session that is cut loses one step. The file is long because it holds the table of
-steps."""
+ends, so that a session that is cut loses one step.
+
+Over 500 lines, because it holds the table of steps."""
 
 import argparse
 import concurrent.futures
