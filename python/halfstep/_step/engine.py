@@ -8,7 +8,7 @@ changed formats work.
 
 import ctypes
 from ctypes import c_void_p
-from operator import is_
+from operator import attrgetter, is_
 
 import torch
 
@@ -261,7 +261,7 @@ class Engine:
                 of["group_steps"] = steps
             group.steps = steps
         counted = [int(lib.halfstep_skipped_steps(part)) for part in self.parts]
-        skipped = self.told[0] + sum(counted) - sum(part.counted for part in self.parts)
+        skipped = self.told[0] + sum(counted) - sum(map(attrgetter("counted"), self.parts))
         told = (skipped, float(lib.halfstep_gradient_norm(self.handle)))
         for group in groups:
             group["skipped_steps"], group["last_norm"] = told
