@@ -38,7 +38,7 @@ FLAGS = [
 #: instruction sets of a processor, by which golden hashes are shared between processes
 ISAS = re.findall(r"^ISA\((\w+), *(\w+)", (SOURCE / "src/vec/isas.def").read_text(), re.M)
 MACHINE = platform.machine()
-WINE = "/usr/lib/wine/wine64"
+WINE, WINESERVER = "/usr/lib/wine/wine64", "/usr/lib/wine/wineserver"
 
 
 class Failed(Exception):
@@ -290,7 +290,8 @@ def main(build, *tags):
         if tag not in rows:
             sys.exit(f"unknown tag '{tag}'; known: {', '.join(rows)}")
     # One process makes wine's folder of settings, before many use it.
-    run([WINE, "wineboot", "--init"], WINEPREFIX=build / "packaging" / "wine", WINEDEBUG="-all")
+    wine = build / "packaging" / "wine"
+    run([WINE, "wineboot", "--init"], WINEPREFIX=wine, WINEDEBUG="-all")
     tests, failed = public_tests(), 0
     print(f"{len(tests)} test programs use the public interface only", flush=True)
     for tag in tags or rows:
@@ -303,7 +304,9 @@ def main(build, *tags):
             failed += 1
             print(f"FAIL {tag}: {error}")
     # It has a link to the root of the file system, which a tool that walks the tree would follow.
-    shutil.rmtree(build / "packaging" / "wine")
+    # Wine's server writes settings into it some seconds after the last program has ended.
+    run([WINESERVER, "--wait"], WINEPREFIX=wine)
+    shutil.rmtree(wine)
     print(f"{failed} failed")
     return failed != 0
 
