@@ -89,12 +89,6 @@ def holds(tensor, shape, dtype=None):
     )
 
 
-def is_ordinary(tensor):
-    """Returns True if a tensor is dense, of a class of torch's own, and of a dtype that can be
-    stepped."""
-    return type(tensor) in _ORDINARY and tensor.layout == torch.strided and tensor.dtype in PLAIN
-
-
 def weight_format(asked, dtype, name):
     """Returns the format of one weight. `asked` applies to BF16. float16 takes the format of the
     same kind; float32 stays as it is."""

@@ -19,7 +19,6 @@ from halfstep._tensors.parameters import (
     check_parameter,
     dense,
     follow_gradients,
-    is_ordinary,
     overlaps,
     weight_format,
 )
@@ -84,7 +83,6 @@ def test_parameters_that_are_taken(kind):
     check_parameter(p, "p")
     check_cpu(p, "p")
     assert not overlaps(p)
-    assert is_ordinary(p) == (type(p) is not Named)
 
 
 @pytest.mark.filterwarnings("ignore")
