@@ -4,10 +4,10 @@ torch is imported once. It forks fresh ranks for every run.
 The ranks are killed when all of them have answered. So no process ever destroys a group and makes
 another, which now and then crashes a thread of gloo.
 
-Such a thread crashes without that, too, on a busy machine: with torch 2.13, in about one of 200
-runs, glibc finds its heap broken while gloo frees what it gathered. No thread of halfstep runs in a
-rank. So a run is made once more if a thread died that is not Python's. A rank that dies in Python's
-thread, which is where halfstep works, is an error at once.
+On a busy machine such a thread also crashes by itself, with torch 2.13 in about one of 200 runs:
+glibc finds its heap broken while gloo frees what it gathered. No thread of halfstep runs in a rank.
+So a run is made once more if a thread died that is not Python's. A rank that dies in Python's
+thread, where halfstep works, is an error at once.
 """
 
 import contextlib
