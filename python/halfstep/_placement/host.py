@@ -154,11 +154,11 @@ class Offloaded(Placement):
 
     @torch.no_grad()
     def _came(self, p):
-        options = self.groups.options
+        options, device = self.groups.options, devices.of(local(p.grad))
         if (
             not (options.offload_gradients or options.overlap)
-            and devices.is_asynchronous(devices.of(local(p.grad)))
-            and self._side(devices.of(local(p.grad)), False).alone
+            and devices.is_asynchronous(device)
+            and self._side(device, False).alone
         ):
             return  # a copy would hold the backward pass up, and hide nothing
         self._copy_gradient(p)
@@ -369,7 +369,7 @@ class Offloaded(Placement):
     def released(self, p, steps):
         # Handles belong to one thread at a time. Parameters that are stepped where they are keep
         # their gradients until step().
-        if not self.active or p.numel() == 0:  # which no handle has
+        if not self.active:
             return False
         if self._is_offloaded(p):
             grad = self._placed(p)

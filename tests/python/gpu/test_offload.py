@@ -395,6 +395,21 @@ def test_a_nan_during_the_backward_pass_leaves_its_tensor_alone(gpu):
     same(gpu, both)
 
 
+def test_a_parameter_without_elements_waits_for_step(gpu):
+    """As small ones on the GPU do: the backward pass must not step by a handle that the thread
+    has."""
+    shapes = {"body.weight": (64, 96), "none": (0, 8)}
+    both = pair(
+        gpu, halfstep.AdamW, "f32", how={"minimal_size": 0}, shapes=shapes, gradient_release=True
+    )
+    same_steps(gpu, both, 1, 4)
+    params, opt = both[1]
+    backward(gpu, params, gradients(params, 9))
+    assert {name for name, p in params.items() if p.grad is not None} == {"none"}
+    opt.step()
+    assert params["none"].grad is None and int(opt.state[params["none"]]["step"]) == 4
+
+
 def test_how_much_is_copied(fake):
     """Each gradient is copied once to the process, each weight once back, and the first step's
     weights once more."""
