@@ -1,7 +1,8 @@
 #!/bin/bash
 # venv.sh FOLDER [LIST]: a Python virtual environment in FOLDER with the packages of LIST, tests/python/requirements.txt if not
-# given. LIST is a file of this tree, or has a whole path. LIST names every package that is needed, each with its hashes (scripts/pins.sh). Does nothing when the environment is there
-# and the list has not changed since. Several may call it at the same time.
+# given. LIST is a file of this tree, or has a whole path. It names every package that is needed, each with its hashes
+# (scripts/pins.sh). Does nothing when the environment is there and the list has not changed since. Several may call it at the
+# same time.
 set -eu
 root=$(cd "$(dirname "$0")/.." && pwd)
 folder=$1
